@@ -105,6 +105,8 @@ CASES: dict[str, Case] = {
     "tp4-sp-bias": Case(
         model=replace(LLAMA, num_kv_heads=4, qkv_bias=True), mesh={"tp": 4}, settings=SP
     ),
+    "tp4-sp-shared-kv": Case(model=replace(LLAMA, qk_norm=True), mesh={"tp": 4}, settings=SP),
+    "tp4-shared-kv": Case(model=replace(LLAMA, num_kv_heads=1), mesh={"tp": 4}),
     "tp2-qk-norm": Case(model=replace(LLAMA, qk_norm=True), mesh=TP2),
     "tp2-fused-loss": Case(mesh=TP2, settings={"cross_entropy_loss_fusion": True}),
     "tp2-fp16": Case(mesh=TP2, dtype=DType.FP16),
@@ -214,6 +216,15 @@ CASES: dict[str, Case] = {
             "account_for_loss_in_pipeline_split": True,
         },
     ),
+    "pp2-vpp3-layout": Case(
+        model=deep(LLAMA, 5),
+        mesh=PP2,
+        microbatches=4,
+        settings={
+            "virtual_pipeline_model_parallel_size": 3,
+            "pipeline_model_parallel_layout": "Et|(tt|)*2|,|L",
+        },
+    ),
     "pp2-vpp2-dp2-reduce": Case(
         model=deep(LLAMA, 4),
         mesh={"pp": 2, "dp_shard": 2},
@@ -308,6 +319,23 @@ CASES: dict[str, Case] = {
             "recompute_granularity": Granularity.SELECTIVE,
             "recompute_modules": "mla_up_proj,shared_experts",
         },
+    ),
+    "latent-shared-overlap": Case(
+        model=LATENT,
+        mesh={"tp": 2, **EP2},
+        settings={**SP, **SHARDED, "moe_shared_expert_overlap": True},
+    ),
+    "ep2-combined": Case(
+        model=deep(EXPERTS, 3),
+        mesh=EP2,
+        microbatches=3,
+        settings={**SHARDED, "overlap_moe_expert_parallel_comm": True},
+    ),
+    "latent-pp2-vpp2-combined": Case(
+        model=deep(LATENT, 8),
+        mesh={"pp": 2, **EP2},
+        microbatches=4,
+        settings={**SHARDED, **VPP2, "overlap_moe_expert_parallel_comm": True},
     ),
     "latent-pp2-dense": Case(
         model=deep(LATENT, 2), mesh={"pp": 2, **EP2}, microbatches=2, settings=SHARDED

@@ -160,3 +160,11 @@ def test_moe_blocks_are_recomputed_by_their_own_kind() -> None:
     first = flops.recomputed(case("deepseek-v3", Recompute.BLOCKS, (1, model.num_layers)))
     down = model.linears()[-1].num_active
     assert first == 2 * (model.layer_matmul_params() - down) + flops.scores(model)
+
+
+def test_frozen_weights_have_no_product_of_their_gradient() -> None:
+    """4 N a token of products, and attention's three times forward."""
+    model = at("llama-2-70b", 8192)
+    frozen = flops.of_model(model, 0.0, is_frozen=True).causal
+    scores = 3 * model.num_layers * flops.scores(model)
+    assert frozen == pytest.approx(4 * model.num_active_matmul_params + scores)

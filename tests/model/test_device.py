@@ -26,6 +26,7 @@ FIGURES = (
     "l3_bytes",
     "link_bytes_per_s",
     "link_domain",
+    "pcie_bytes_per_s",
     "tdp_w",
 )
 

@@ -40,6 +40,13 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         | {"recompute_method": "block"},
         DENSE | {"world_size": 8, "tp": 2, "gbs": 16, "recompute_granularity": "selective"},
         EXPERTS | {"world_size": 8, "tp": 2, "cp": 2, "ep": 2, "sequence_parallel": True},
+        DENSE
+        | {"world_size": 8, "tp": 2}
+        | {"sequence_parallel": True, "tp_comm_overlap": True},
+        DENSE | {"world_size": 8, "tp": 2, "lora_rank": 4},
+        EXPERTS | {"world_size": 8, "ep": 4, "shared_experts": 1},
+        EXPERTS
+        | {"world_size": 8, "ep": 4, "gbs": 16, "overlap_moe_expert_parallel_comm": True},
         EXPERTS | {"world_size": 8, "ep": 4, "moe_expert_capacity_factor": 1.5},
         EXPERTS
         | {"world_size": 8, "ep": 4, "tp": 2, "sequence_parallel": True}
@@ -111,8 +118,10 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 }
 # Values to try of settings whose type does not tell them.
 VALUES: dict[str, tuple[Any, ...]] = {
+    "lora_rank": (4,),
+    "lora_targets": ("linear_qkv", "gate,up"),
+    "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),
     "stage": (0, 1, 2),
-    "lora_targets": ("gate,up",),
     "expert_tensor_parallel_size": (1,),
     "moe_aux_loss_coeff": (0.1,),
     "gradient_clipping": (0.0,),

@@ -53,7 +53,7 @@ def recompute_text(case: TrainCase) -> str:
 
 
 def compile_text(case: TrainCase) -> str:
-    """Return none, block or model, with the mode if it is not the default one."""
+    """Return what is compiled, with the mode if it is not the default one."""
     mode = case.compile_mode
     plain = case.compile is CompileScope.NONE or mode == "default"
     return case.compile.value if plain else f"{case.compile.value} {mode}"

@@ -37,11 +37,21 @@ class Fp8(StrEnum):
 
 
 class CompileScope(StrEnum):
-    """Scope that torch.compile compiles as one graph."""
+    """What torch.compile compiles, each as one graph."""
 
     NONE = "none"
     BLOCK = "block"  # each block, and the head with the loss
+    LAYERS = "layers"  # each block: head and loss stay eager, as torchtitan's once did
+    LOSS = "loss"  # the head with the loss: no logits in fp32, as fused losses have none
     MODEL = "model"
+
+    @property
+    def has_blocks(self) -> bool:
+        return self not in (CompileScope.NONE, CompileScope.LOSS)
+
+    @property
+    def has_head(self) -> bool:
+        return self not in (CompileScope.NONE, CompileScope.LAYERS)
 
 
 class Recompute(StrEnum):
@@ -96,6 +106,10 @@ class Training:
     first_s: float = 0.0  # host seconds of the first sample, which compiles; slowest rank
     allocated_bytes: tuple[int | None, ...] = ()  # peak, by rank, after the first sample
     reserved_bytes: tuple[int | None, ...] = ()
+    held_bytes: tuple[int | None, ...] = ()  # allocated between steps; () in older records
+    # Used on the device beyond what torch reserves: context, kernels, NCCL's buffers, and what
+    # other processes use.
+    outside_bytes: tuple[int | None, ...] = ()
     resident_bytes: tuple[int | None, ...] = ()  # of the process on a CPU; None: unknown
     alloc_retries: tuple[int, ...] = ()  # cudaMalloc failed and the cache was flushed
     recompiles: int = 0  # after the first sample, any rank

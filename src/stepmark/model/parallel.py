@@ -46,13 +46,22 @@ class ParallelConfig:
         """Return the number of ranks over which gradients are averaged: data and cp ranks."""
         return self.data_ranks * self.cp
 
-    def check(self, model: ModelConfig) -> None:
-        """Raise ConfigError if the model cannot be divided this way."""
+    def check(self, model: ModelConfig, *, shares_kv_heads: bool = False) -> None:
+        """Raise ConfigError if the model cannot be divided this way.
+
+        shares_kv_heads: several ranks of tp may use the same KV head.
+        """
         moe = model.moe
+        kv_heads = 0 if model.mla else model.num_kv_heads
+        if shares_kv_heads and kv_heads:
+            if kv_heads % self.tp and self.tp % kv_heads:
+                rule = f"a divisor or multiple of {model.name}'s kv_heads ({kv_heads})"
+                raise ConfigError("tp", self.tp, rule)
+            kv_heads = 0
         for name, size in (
             ("heads", model.num_heads),
             ("vocab_size", model.vocab_size),
-            ("kv_heads", 0 if model.mla else model.num_kv_heads),
+            ("kv_heads", kv_heads),
             ("ffn_hidden_size", model.ffn_hidden_size),
             ("shared ffn_hidden_size", moe.shared_ffn_hidden_size if moe else 0),
         ):

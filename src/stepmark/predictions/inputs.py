@@ -55,6 +55,7 @@ class Inputs:
     case: TrainCase | None = None
     file: FileTimes | None = None
     times_of_file: bool = False  # they are the costs
+    sends_by_network: bool = False  # but for messages, which a chosen network sends
     host_s: Callable[[Operation], float] = no_host
     host_is_known: bool = False
     gap_s: float = _GAP_S

@@ -23,7 +23,7 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     yield from _unknown_notes(prediction.unknown)
     yield from _source_notes(prediction)
     if file and inputs.times_of_file:
-        yield file.note()
+        yield file.note(has_messages=not inputs.sends_by_network)
     else:
         yield from _contention_notes(prediction)
     if prediction.spans_hosts:

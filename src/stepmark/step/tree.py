@@ -99,6 +99,11 @@ class TreeBuilder:
         return self.tokens // self.layout.row_parts or 1
 
     @property
+    def kv_heads(self) -> int:
+        """KV heads of one rank; tp ranks beyond the model's KV heads share them."""
+        return max(1, self.model.num_kv_heads // self._tp)
+
+    @property
     def own_replicas(self) -> int:
         return self._tp // self.layout.row_parts
 
@@ -212,9 +217,9 @@ class TreeBuilder:
 
     def _qk_norms(self) -> Iterator[Module]:
         model = self.model
-        heads = {"q_norm": model.num_heads, "k_norm": model.num_kv_heads}
+        heads = {"q_norm": model.num_heads // self._tp, "k_norm": self.kv_heads}
         for name in heads if model.qk_norm else ():
-            rows = self.tokens * heads[name] // self._tp
+            rows = self.tokens * heads[name]
             path = f"attention.{name}"
             yield replace(self._norm(path, path, model.head_dim, rows), keeps=SavedTensors())
 
@@ -229,7 +234,7 @@ class TreeBuilder:
         inputs = self.inputs
         cp = self.layout.axes.cp
         heads = model.num_heads // self._tp
-        kv_heads = model.num_kv_heads // self._tp
+        kv_heads = self.kv_heads
         local_seq = inputs.seq_len // cp
         if not model.max_positions:
             mla = model.mla
@@ -241,7 +246,7 @@ class TreeBuilder:
                 head_dim=mla.qk_rope_head_dim if mla else model.head_dim,
                 dtype=inputs.plain_dtype,
             )
-            rope_width = (model.num_heads + model.num_kv_heads) * model.d_qk
+            rope_width = (model.num_heads + kv_heads * self._tp) * model.d_qk
             rope_width = model.num_heads * mla.qk_nope_head_dim if mla else rope_width
             yield replace(
                 between("attention.rope", *both(rope)), keeps=SavedTensors(divided=rope_width)
@@ -258,7 +263,7 @@ class TreeBuilder:
             dtype=inputs.plain_dtype,
         )
         # Keys and values of all ranks of cp.
-        keys = cp * model.num_kv_heads * (model.d_qk + model.d_v)
+        keys = cp * kv_heads * self._tp * (model.d_qk + model.d_v)
         keeps = SavedTensors(
             divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads
         )

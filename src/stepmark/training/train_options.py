@@ -173,8 +173,10 @@ class Techniques:
     compile: bool = flag(
         "torch.compile", "--compile", "--pt-compile", "--pt_compile", default=False
     )
-    compile_scope: Annotated[str, words_of("block", "model")] | None = flag(
-        "what one graph is of [block]", rare=True
+    compile_scope: Annotated[str, words_of("block", "layers", "loss", "model")] | None = flag(
+        "what is compiled: each block, and the head with the loss; only the layers or the "
+        "loss; or the model as one graph [block]",
+        rare=True,
     )
     compile_fallback: bool = flag("run eagerly where compiling fails", default=False, rare=True)
 

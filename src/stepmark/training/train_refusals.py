@@ -113,8 +113,8 @@ def _axes(case: TrainCase) -> Refused:
         if size > 1 and case.data_parallel is DataParallel.DDP:
             # Its buckets take no DTensors, and it reduces once per pass, not per microbatch.
             yield name, size, "1 with ddp; with --strategy fsdp it may be more"
-    if case.async_tp and case.compile == "none":
-        yield "async-tp", "yes", "only with --compile, which finds the pairs"
+    if case.async_tp and not case.compile.has_blocks:
+        yield "async-tp", "yes", "only with --compile of the layers, which finds the pairs"
 
 
 def _pipeline(case: TrainCase) -> Refused:
@@ -146,7 +146,8 @@ def _checkpointing(case: TrainCase) -> Refused:
     blocks = show_blocks((case.recompute, case.recompute_blocks))
     if layers == 1:
         yield "ac", blocks, f"none: {case.model.name} has one layer"
-    if case.parallel.tp > 1 and case.compile != "none" and case.recompute is not Recompute.OPS:
+    compiles = case.compile.has_blocks
+    if case.parallel.tp > 1 and compiles and case.recompute is not Recompute.OPS:
         # torch 2.13 keeps a DeviceMesh among the tensors for backward, and asserts.
         yield "ac", blocks, "selective with tp and --compile"
     if case.recompute_blocks[1] > layers:

@@ -137,7 +137,8 @@ class Job(Spread):
             raise ConfigError(
                 "seq-len", self.model.seq_len, f"a multiple of 2 x cp ({2 * self.parallel.cp})"
             )
-        self.parallel.check(self.model)
+        # Megatron-LM alone takes more ranks than KV heads; torch's rules check again.
+        self.parallel.check(self.model, shares_kv_heads=True)
 
     @property
     def name(self) -> str:

@@ -12,10 +12,15 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from stepmark.cases.training import DataParallel
-from stepmark.ground.errors import not_one_of
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.model.ops import Gemm, Norm
 from stepmark.model.parallel import ParallelConfig
-from stepmark.step.workload import Workload
+from stepmark.model.product_precision import of_operators
+from stepmark.step.workload import ComputeOp, Workload
+from stepmark.workloads.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,8 @@ class Rule:
     def workload(self, *arguments: Any) -> Workload:
         """Return the workload of (job, settings), or of (settings, world size) without a job.
 
-        With a job the settings of the workload include its batches, but none without effect.
+        With a job the settings of the workload include its batches and axes, but none without
+        effect.
         """
         more = (self.alias,) if self.alias else ()
         workload: Workload = _imported(self.module).workload(*arguments, *more)
@@ -70,18 +76,69 @@ class Rule:
             if field.name not in own or idle_with(field, values)
         }
         settings = {name: value for name, value in values.items() if name not in idle}
-        # Megatron-LM has batches under its own names.
+        # Megatron-LM has them under its own names.
         if "micro_batch_size" not in settings:
             job = arguments[0]
-            batches = {"mbs": job.mbs, "gbs": job.global_batch}
+            axes = dataclasses.asdict(job.parallel)
+            of_job = {"mbs": job.mbs, "gbs": job.global_batch}
+            of_job |= {axis: size for axis, size in axes.items() if size > 1}
             if job.products is not None:
-                batches["products"] = job.products.dtype.value
-            settings = {**batches, **settings}
+                of_job["products"] = job.products.dtype.value
+            settings = {**of_job, **settings}
         return dataclasses.replace(workload, settings=settings)
+
+    def job_of(self, workload: Workload) -> tuple[Job, Any] | None:
+        """Return the job and the settings of a workload of this rule; None: it has no decoder.
+
+        Raises ConfigError for a file whose settings are not those of this version.
+        """
+        model = workload.model
+        computed = [
+            item.op
+            for block in workload.blocks.values()
+            for item in block
+            if isinstance(item, ComputeOp)
+        ]
+        dtype = next((op.dtype for op in computed if isinstance(op, Norm)), None)
+        narrow = (op for op in computed if isinstance(op, Gemm) and op.dtype.is_narrow)
+        if model is None or dtype is None or not self.has_job:
+            return None
+        given = workload.settings
+        axes: dict[str, Any] = {
+            axis: given.get(name, given.get(axis, 1)) for axis, name in _AXES.items()
+        }
+        own = {name: value for name, value in given.items() if name in self.fields()}
+        try:
+            others = ParallelConfig(**axes, dp_shard=axes["ep"]).world_size // axes["ep"]
+            axes["dp_shard"] = workload.world_size // others
+            job = Job(
+                model=model,
+                parallel=ParallelConfig(**axes),
+                mbs=workload.micro_batch or 1,
+                gbs=workload.num_sequences,
+                dtype=dtype,
+                products=next((of_operators(op.dtype, op.scaling) for op in narrow), None),
+            )
+            if job.num_microbatches != workload.num_microbatches:  # on a part of its ranks
+                return None
+            return job, msgspec.convert({**self.fixed, **own}, type=self._class(), strict=True)
+        except (TypeError, msgspec.ValidationError) as error:
+            allowed = f"those of {workload.rules}: {error}"
+            raise ConfigError("settings", ", ".join(own), allowed) from None
 
     def _class(self) -> Any:
         module, _, name = self.settings.rpartition(".")
         return getattr(_imported(module), name)
+
+
+# Axes of the mesh by their names in Megatron-LM; other rules have ours.
+_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp_replicate": "num_distributed_optimizer_instances",
+}
 
 
 def idle_with(field: "dataclasses.Field[Any]", values: Mapping[str, Any]) -> str | None:

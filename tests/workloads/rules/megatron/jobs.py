@@ -7,10 +7,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from stepmark.cases.message import RECV
 from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.model.parallel import ParallelConfig
-from stepmark.step.workload import CommOp, ComputeOp, Workload
+from stepmark.step.workload import CommOp, ComputeOp, Group, Workload
+from stepmark.timeline.ledger import Work
+from stepmark.timeline.step_cost import Costs, OpCost
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron.rule import Megatron
 
@@ -73,7 +76,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Megatron]:
     """Any of the models over any mesh that fits, with any settings that Megatron-LM takes."""
     model = draw(st.sampled_from((DENSE, BIASED, EXPERTS, LATENT)))
     mesh = {axis: draw(st.sampled_from((1, 2))) for axis in ("cp", "dp_shard")}
-    mesh["tp"] = draw(st.sampled_from((1, 2, 4)))
+    mesh["tp"] = draw(st.sampled_from((1, 2, 4, 8)))  # 8: more than KV heads
     mesh["pp"] = draw(st.sampled_from((1, 2, 4)))
     chunks = draw(st.sampled_from((1, 2))) if mesh["pp"] > 1 else 1
     if model.moe is not None and mesh["dp_shard"] == 2:
@@ -90,6 +93,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Megatron]:
         "align_param_gather": draw(st.booleans()),
         "ddp_bucket_size": draw(st.sampled_from((None, 10_000, 40_000))),
         "virtual_pipeline_model_parallel_size": chunks,
+        "make_vocab_size_divisible_by": 64,  # with which 512 needs no padding
     }
     microbatches = mesh["pp"] * draw(st.sampled_from((1, 2, 3)))
     return make(model, microbatches=microbatches, **mesh), Megatron(**settings)
@@ -112,4 +116,31 @@ def matmul_flops(workload: Workload) -> Counter[Phase]:
         for op in computes(workload, stage):
             if isinstance(op.op, Gemm | GroupedGemm):
                 found[Phase.STEP if op.recompute else op.phase] += op.op.flops
+    return found
+
+
+def ideal_costs(flops_per_s: float, bytes_per_s: float) -> Costs:
+    """Costs by FLOPs and by bytes over a link alone: pieces take as long as the whole."""
+
+    def compute(op: ComputeOp) -> OpCost:
+        time_s = (op.op.flops or 0) / flops_per_s
+        return OpCost(time_s={Work.MATMUL: time_s}, num_kernels=1, host_s=0.0)
+
+    def comm(op: CommOp, group: Group) -> float:
+        return op.bus_bytes(group) / bytes_per_s
+
+    return Costs(compute=compute, comm=comm)
+
+
+def bus_bytes(workload: Workload, *groups: str) -> Counter[tuple[str, bool]]:
+    """Bytes over a rank's link by group, in the forward pass or not; all stages.
+
+    What a rank sends in a ring and what it receives go over its link at the same time.
+    """
+    found: Counter[tuple[str, bool]] = Counter()
+    for stage in range(len(workload.stages)):
+        for op in comms(workload, stage):
+            if op.group in groups and op.collective != RECV:
+                is_forward = op.phase is Phase.FWD and not op.recompute
+                found[op.group, is_forward] += round(op.bus_bytes(workload.groups[op.group]))
     return found

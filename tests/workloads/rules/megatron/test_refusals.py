@@ -15,6 +15,8 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.model import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.workloads.job import Job
+from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.megatron.pipeline_layout import chunks_of
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
 from stepmark.workloads.rules.megatron.settings import CpComm, Granularity, RouterDtype
 
@@ -25,7 +27,18 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
 # Model, mesh, settings, and words that the refusal has to have.
 REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
     (DENSE, {"tp": 3}, {}, "tp.*3.*heads"),
-    (DENSE, {"tp": 8}, {}, "tp.*8.*kv_heads \\(4\\)"),
+    (
+        replace(DENSE, num_heads=12, num_kv_heads=6),
+        {"tp": 4},
+        {},
+        "tp 4 is invalid: it must be a divisor or multiple of small's kv_heads \\(6\\)",
+    ),
+    (
+        replace(DENSE, num_heads=32, num_kv_heads=1),
+        {"tp": 32},
+        {},
+        "tp 32 is invalid: it must be a divisor of the rows of keys and values \\(16\\)",
+    ),
     (DENSE, {"pp": 9}, {}, "pp.*9.*divides 8 layers \\(1, 2, 4, 8; .*2, 5, 10\\)"),
     (replace(DENSE, seq_len=60), {"tp": 4, "cp": 2}, SP, "seq-len.*60"),
     (replace(DENSE, seq_len=62), {"cp": 2}, {}, "seq-len.*62.*4"),
@@ -78,6 +91,15 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
         {"pp": 4},
         {FIRST: 1, "virtual_pipeline_model_parallel_size": 2},
         "virtual_pipeline_model_parallel_size.*2.*1 layers",
+    ),
+    (
+        DENSE,
+        {},
+        {
+            "recompute_granularity": Granularity.SELECTIVE,
+            "recompute_modules": "core_attn,mla_up_proj",
+        },
+        "recompute_modules mla_up_proj is invalid: .* left out for a model without latent",
     ),
     (DENSE, {}, {"virtual_pipeline_model_parallel_size": 2}, "vpp.*one pipeline stage"),
     (
@@ -195,6 +217,69 @@ def test_a_last_stage_has_what_the_others_leave(
     assert (given.blocks, given.stages) == (program.blocks, program.stages)
 
 
+@pytest.mark.parametrize(
+    ("pp", "chunks", "layout"),
+    [
+        # Megatron-Bridge's recipes of Kimi K2 and DeepSeek-V3, without m.
+        (4, 4, "Et*4|(t*4|)*14tL"),
+        (2, 8, "Et*4|(t*4|)*14tL"),
+        (4, 2, "Et*8|(t*8|)*6,t*5L"),
+        (8, 4, "Et|(tt|)*30L"),
+    ],
+)
+def test_a_last_chunk_has_what_the_others_leave(pp: int, chunks: int, layout: str) -> None:
+    job = make(replace(DENSE, num_layers=61), pp=pp, microbatches=pp)
+    program = workload(job, Megatron(virtual_pipeline_model_parallel_size=chunks))
+    given = workload(job, Megatron(pipeline_model_parallel_layout=layout))
+    assert (given.blocks, given.stages) == (program.blocks, program.stages)
+    assert given.settings["virtual_pipeline_model_parallel_size"] == chunks
+    (note,) = (note for note in program.notes if "do not divide" in note)
+    written = note.partition("layout '")[2].partition("'")[0]
+    assert chunks_of(written) == chunks_of(layout)
+
+
+def test_a_layout_places_layers_in_order_through_all_first_chunks() -> None:
+    job = make(replace(DENSE, num_layers=6), pp=2, microbatches=2)
+    program = workload(job, Megatron(pipeline_model_parallel_layout="Et|tt||tttL"))
+    assert [stage.layers for stage in program.stages] == [(0,), (1, 2, 3, 4, 5)]
+    assert [(stage.has_embedding, stage.has_head) for stage in program.stages] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (
+            "Et*8L",
+            r"model_parallel_layout Et\*8L .* multiple of pp \(2\) parts, not 1",
+        ),
+        ("Et*4|t*3L", r"8 layers \(t\), not 7"),
+        ("Et*4|t*4mL", "without m: layers of multi-token prediction are not modelled"),
+        ("Et*4|x*4L", "not x"),
+        ("t*4|t*4L", "one E at its beginning and one L at its end"),
+        ("Et*4|t*4LL", "one E at its beginning and one L at its end"),
+        ("Et*4|(t*999999|)*9999L", "at most 1000000 layers"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(layout: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        workload(make(pp=2), Megatron(pipeline_model_parallel_layout=layout))
+
+
+def test_a_layout_excludes_other_splits() -> None:
+    layout = "Et*4|t*4L"
+    with pytest.raises(ConfigError, match=f"only without {LAST}"):
+        Megatron(pipeline_model_parallel_layout=layout, decoder_last_pipeline_num_layers=4)
+    settings = Megatron(
+        pipeline_model_parallel_layout=layout, virtual_pipeline_model_parallel_size=2
+    )
+    words = r"virtual_pipeline_model_parallel_size 2 .* left out, or the layout's \(1\)"
+    with pytest.raises(ConfigError, match=words):
+        workload(make(pp=2), settings)
+
+
 def test_batches_of_a_tutorial_that_do_not_divide_name_what_would() -> None:
     """AICB's README: GPT-7B, global batch 16, 4096 ranks of which 1024 read data."""
     model = find_model("gpt-7b")
@@ -308,3 +393,11 @@ def test_any_job_is_a_workload_or_refused(
     program.check()
     for stage in range(len(program.stages)):
         assert program.num_operations(stage) == sum(1 for _ in program.expand(stage))
+
+
+def test_only_megatron_shares_kv_heads() -> None:
+    """torch divides the heads of keys and values over tp, so each rank needs one of its own."""
+    job = make(tp=8)
+    assert workload(job, Megatron()).stages
+    with pytest.raises(ConfigError, match=r"tp 8 is invalid: .* divisor .* kv_heads \(4\)"):
+        RULES["fsdp"].workload(job, RULES["fsdp"].make())

@@ -23,6 +23,7 @@ from stepmark.step.module import Module
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Operation
 from stepmark.workloads.pipeline import wait
 from stepmark.workloads.rules.megatron import narrow
+from stepmark.workloads.rules.megatron.lora import adapted
 from stepmark.workloads.rules.megatron.settings import Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
 
@@ -72,14 +73,16 @@ def layer_params(plan: Plan, *, moe: bool) -> tuple[Param, ...]:
     places |= dict.fromkeys(("attention.q_norm", "attention.k_norm", "attention.kv_norm"), 3)
 
     def place(leaf: Module) -> int:
-        return 4 if leaf.role.startswith("mlp.") else places.get(leaf.role, 2)
+        return 4 if leaf.role.startswith("mlp.") else places.get(adapted(leaf.role), 2)
 
     return tuple(param for leaf in sorted(leaves, key=place) for param in _params(plan, leaf))
 
 
 def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
-    """Yield a module's parameters: a norm's are one, each expert has its own."""
+    """Yield a module's trained parameters: a norm's are one, each expert has its own."""
     weight = leaf.params[0]
+    if not weight.is_trained:
+        return
     is_narrow = narrow.is_narrow(leaf)
     if weight.is_expert:
         num_experts = weight.shape[0]
@@ -120,6 +123,8 @@ def chunk_params(
     shared = model.tied_embeddings and plan.job.parallel.pp > 1
     if chunk.has_embedding:
         for table in plan.tree.embedding().all_params:
+            if not table.is_trained:
+                continue
             alone = shared and "tokens" in table.name
             params.append(
                 Param(module="embedding", count=table.numel, place=EMBEDDING, own_bucket=alone)
@@ -300,7 +305,8 @@ def _grad_finalize(plan: Plan, stage: StageParams) -> list[Operation]:
     summed = partial(plan.comms, Collective.ALL_REDUCE)
     if num_whole:
         ops += summed(num_whole, "tp", phase, "gradients.norms", kind)
-    if plan.model.tied_embeddings and (stage.is_first or stage.is_last):
+    is_tied = plan.model.tied_embeddings and plan.lora is None
+    if is_tied and (stage.is_first or stage.is_last):
         table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
         ops += summed(table, "embd", phase, "gradients.embedding", kind)
     moe = plan.model.moe

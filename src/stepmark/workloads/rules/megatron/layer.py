@@ -12,19 +12,17 @@ TransformerEngine, pytorch/attention/dot_product_attention/context_parallel.py
 Compared with a run of Megatron-LM (tests/data/megatron), latent attention with a stand-in for
 those down projections. The messages of context parallelism were only read.
 
-An asynchronous collective has its own stream. It starts after the computation that was issued
-before it, as NCCL's streams do; operations that need it wait for its name.
-
 Experts, and the exchange of rows with their ranks: transformer/moe/moe_layer.py, router.py,
 experts.py, shared_experts.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher,
 MoEAllGatherTokenDispatcher), moe_utils.py (permute, sort_chunks_by_idxs, get_capacity). Shared
-experts run before the routed ones (no moe_shared_expert_overlap). Routing is balanced: a rank
-sends and computes the average, which is exact for experts that are padded to capacity.
+experts run before the routed ones, or beside their exchanges (moe_shared_expert_overlap).
+Routing is balanced: a rank sends and computes the average, which is exact for experts that are
+padded to capacity.
 Compared with a run of megatron-core in which routing is even (tests/data/megatron).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,97 +33,11 @@ from stepmark.model.model import MoeConfig
 from stepmark.model.ops import Attention, Phase
 from stepmark.step.layout import is_cast
 from stepmark.step.module import Module
-from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Kernel, Operation
+from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation
 from stepmark.workloads.job import DUAL
-from stepmark.workloads.pipeline import COMPUTE_DONE
-from stepmark.workloads.rules.megatron import narrow
+from stepmark.workloads.rules.megatron import lora, narrow, userbuffers
 from stepmark.workloads.rules.megatron.settings import Balancing, CpComm, Dispatcher, Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A module's operations. pending: a backward collective the next computation waits for."""
-
-    module: str
-    fwd: tuple[Operation, ...]
-    bwd: tuple[Operation, ...]
-    pending: str = ""
-
-
-def of_leaf(leaf: Module) -> Step:
-    """A module without communication."""
-    return Step(module=leaf.role, fwd=leaf.fwd, bwd=leaf.bwd)
-
-
-def forward(steps: Iterable[Step], *, again: bool = False) -> tuple[Operation, ...]:
-    """Return the forward pass. again: as the backward pass recomputes it."""
-    ops = [op for step in steps for op in step.fwd]
-    return with_deps([replace(op, recompute=True) for op in ops] if again else ops)
-
-
-def backward(
-    steps: Sequence[Step], recomputed: Mapping[str, str] | None = None
-) -> tuple[Operation, ...]:
-    """Return the backward pass. recomputed: by module the group it is checkpointed in.
-
-    A group's forward operations run again before the first of its backward operations.
-    """
-    groups = recomputed or {}
-    ops: list[Operation] = []
-    current = ""
-    pending = ""
-    for index in range(len(steps) - 1, -1, -1):
-        step = steps[index]
-        group = groups.get(steps[index].module, "")
-        step_ops: list[Operation] = []
-        if group and group != current:
-            members = [
-                member for member in steps[: index + 1] if groups.get(member.module) == group
-            ]
-            step_ops += forward(members, again=True)
-        step_ops += step.bwd
-        current = group
-        if pending and step_ops:
-            step_ops[0] = replace(step_ops[0], after=(*step_ops[0].after, pending))
-            pending = ""
-        ops += step_ops
-        pending = step.pending or pending
-    return with_deps(ops)
-
-
-def with_deps(
-    operations: Sequence[Operation], before: tuple[str, ...] = ()
-) -> tuple[Operation, ...]:
-    """Name the computation after which an asynchronous collective starts.
-
-    before: names of the computation before all of these operations.
-    """
-    ops = list(operations)
-    behind = before
-    last: int | None = None
-    for index, op in enumerate(ops):
-        if op.stream == COMPUTE:
-            last = index
-            continue
-        if last is not None:
-            newest = ops[last]
-            if not newest.name:
-                newest = replace(newest, name=f"{newest.module}.{newest.phase}")
-                ops[last] = newest
-            behind = (newest.name,)
-        new = (name for name in behind if name not in op.after)
-        ops[index] = replace(op, after=(*new, *op.after))
-    return tuple(ops)
-
-
-def with_compute_done(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """Name the last computation COMPUTE_DONE, for operations after the block."""
-    ops = list(operations)
-    for index in range(len(ops) - 1, -1, -1):
-        if ops[index].stream == COMPUTE:
-            ops[index] = replace(ops[index], name=ops[index].name or COMPUTE_DONE)
-            break
-    return tuple(ops)
+from stepmark.workloads.rules.megatron.steps import Step, awaiting, of_leaf
 
 
 def leaves(plan: Plan, *, moe: bool) -> dict[str, Module]:
@@ -134,17 +46,18 @@ def leaves(plan: Plan, *, moe: bool) -> dict[str, Module]:
 
 
 def mlp(plan: Plan) -> tuple[Step, ...]:
-    """Return norm, up, activation, down, residual of a dense layer."""
-    norm, up, activation, down, residual = (
-        leaf for role, leaf in leaves(plan, moe=False).items() if role.startswith("mlp.")
-    )
+    """Return norm, up, activation, down, residual of a dense layer, with adapters beside."""
+    parts = leaves(plan, moe=False)
     hidden = plan.model.hidden_size
+    up = "mlp.gate_up" if "mlp.gate_up" in parts else "mlp.up"
     return (
-        of_leaf(norm),
-        column(plan, up, hidden),
-        of_leaf(activation),
-        row(plan, down, hidden),
-        of_leaf(residual),
+        of_leaf(parts["mlp.norm"]),
+        column(plan, parts[up], hidden),
+        *lora.adapters(plan, parts, up, is_column=True),
+        of_leaf(parts["mlp.activation"]),
+        row(plan, parts["mlp.down"], hidden),
+        *lora.adapters(plan, parts, "mlp.down", is_column=False),
+        of_leaf(parts["mlp.residual"]),
     )
 
 
@@ -153,6 +66,7 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
 
     Under sequence parallelism the input is gathered, again for the weight gradient during the
     input gradient, which is scattered during the weight gradient; else it is all-reduced there.
+    A frozen weight has no gradient, so its input is not gathered again.
     """
     if plan.size("tp") == 1:
         return of_leaf(leaf)
@@ -178,15 +92,21 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
         return Step(module=module, fwd=leaf.fwd, bwd=backward, pending=name)
     gather = f"{module}.gather"
     scatter = f"{module}.scatter"
+    forward: tuple[Operation, ...] = (
+        *casts,
+        *send(Collective.ALL_GATHER, phase=Phase.FWD, **sent),
+        *leaf.fwd[len(casts) :],
+    )
+    if userbuffers.gathers_by_ring(plan, leaf, is_column=True):
+        forward = userbuffers.ring_gather(plan, leaf, leaf.fwd, sent, Phase.FWD)
+    again: tuple[CommOp, ...] = ()
+    if weight_grads:
+        again = send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather, **sent)
     return Step(
         module=module,
-        fwd=(
-            *casts,
-            *send(Collective.ALL_GATHER, phase=Phase.FWD, **sent),
-            *leaf.fwd[len(casts) :],
-        ),
+        fwd=forward,
         bwd=(
-            *send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather, **sent),
+            *again,
             *input_grads,
             *send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD, stream="tp", name=scatter),
             *(replace(op, after=(gather,)) for op in weight_grads),
@@ -197,7 +117,17 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
 
 def row(plan: Plan, leaf: Module, width: int) -> Step:
     """Return a linear layer with its input features over tp. width: of its output."""
-    return _summed(plan, leaf, plan.tokens * width, layer=0)
+    rows = plan.tokens * width
+    step = _summed(plan, leaf, rows, layer=0)
+    if userbuffers.scatters_in_parts(plan):
+        step = replace(step, fwd=userbuffers.pipelined_scatter(plan, leaf, rows))
+    if userbuffers.gathers_by_ring(plan, leaf, is_column=False):
+        inputs = [op for op in leaf.bwd if op.phase is Phase.DGRAD or is_cast(op)]
+        weights = [op for op in leaf.bwd if op not in inputs]
+        sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"))
+        ring = userbuffers.ring_gather(plan, leaf, inputs, sent, Phase.DGRAD)
+        step = replace(step, bwd=(*ring, *weights))
+    return step
 
 
 def _summed(
@@ -225,7 +155,8 @@ def embedding(plan: Plan) -> Step:
     """
     leaf = plan.tree.embedding().inside[0]
     rows = plan.tokens * plan.model.hidden_size
-    return _summed(plan, leaf, rows, layer=None, scatters=not plan.model.max_positions)
+    step = _summed(plan, leaf, rows, layer=None, scatters=not plan.model.max_positions)
+    return step if leaf.bwd else replace(step, bwd=())
 
 
 def head(plan: Plan) -> tuple[Step, ...]:
@@ -291,10 +222,14 @@ def attention(plan: Plan) -> tuple[Step, ...]:
         role.removeprefix("attention."): leaf
         for role, leaf in leaves(plan, moe=plan.model.num_dense_layers == 0).items()
     }
+    beside = partial(lora.adapters, plan, {leaf.role: leaf for leaf in parts.values()})
     hidden = plan.model.hidden_size
     steps = [of_leaf(parts["norm"])]
     if plan.model.mla is None:
         steps.append(column(plan, parts["qkv"], hidden))
+        steps += beside("attention.qkv", is_column=True)
+        if plan.model.num_kv_heads < plan.tp:
+            steps.append(_shared_kv_heads(plan, "attention.qkv"))
         steps += [of_leaf(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
     else:
         steps += _latent(plan, parts)
@@ -302,8 +237,34 @@ def attention(plan: Plan) -> tuple[Step, ...]:
         steps.append(of_leaf(parts["rope"]))
     steps.append(_core(plan, parts["core"]))
     steps.append(row(plan, parts["out"], hidden))
+    steps += beside("attention.out", is_column=False)
     steps.append(of_leaf(parts["residual"]))
     return tuple(steps)
+
+
+def _shared_kv_heads(plan: Plan, module: str) -> Step:
+    """Return the exchange of queries, keys and values where tp ranks share KV heads.
+
+    A rank's part of the fused product is no whole group of heads, so the ranks gather the
+    product of all and keep their own (attention.py, get_query_key_value_tensors; mappings.py,
+    all_gather_last_dim_from_tensor_parallel_region). The weights are divided as always.
+    """
+    model = plan.model
+    width = model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
+    elements = plan.tokens * width
+    send = partial(plan.inside, elements=elements, group="tp", module=module)
+    num_bytes = 2 * elements * plan.job.dtype.itemsize  # read and written
+
+    def copy(phase: Phase) -> ComputeOp:
+        """Return the torch.cat that moves the ranks' parts to or from the last dimension."""
+        op = Kernel(name="concatenate", flops=0, bytes_moved=num_bytes)
+        return ComputeOp(op=op, phase=phase, module=module, layer=0, microbatch=0)
+
+    return Step(
+        module=module,
+        fwd=(*send(Collective.ALL_GATHER, phase=Phase.FWD), copy(Phase.FWD)),
+        bwd=(copy(Phase.DGRAD), *send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD)),
+    )
 
 
 def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
@@ -333,8 +294,8 @@ def _core(plan: Plan, leaf: Module) -> Step:
     cp = plan.size("cp")
     if cp == 1:
         return of_leaf(leaf)
-    heads = plan.model.num_heads if plan.model.mla else plan.model.num_kv_heads
-    local_size = plan.tokens * (heads // plan.tp)
+    heads = plan.model.num_heads // plan.tp if plan.model.mla else plan.tree.kv_heads
+    local_size = plan.tokens * heads
     widths = (plan.model.d_qk, plan.model.d_v)
     if plan.settings.cp_comm_type is CpComm.ALL_GATHER:
         return _gathered(plan, leaf, [local_size * width for width in widths])
@@ -436,6 +397,36 @@ class _Exchange:
             bwd=tuple(op for _, bwd in reversed(pairs) for op in bwd),
         )
 
+    def overlapped(
+        self,
+        before: Iterable[_Pair],
+        sent: Iterable[_Pair],
+        after: Iterable[_Pair],
+        late: Iterable[_Pair] = (),
+    ) -> tuple[Step, Step]:
+        """Return the steps before and after an exchange that other computation runs beside.
+
+        Each issues the exchange of its pass last, and waits for that of the other pass first.
+        late: messages that the backward pass sends only when it would wait.
+        """
+        forward = self.module
+        backward = f"{self.module}.grad"
+        first = self.step(*sent)
+        second = self.step(*late)
+        fwd = _asynchronous((*first.fwd, *second.fwd), forward)
+        bwd = _asynchronous(first.bwd, backward)
+        last = _asynchronous(second.bwd, backward)
+        begin = self.step(*before)
+        end = self.step(*after)
+        if not fwd:
+            return begin, end
+        has_come = awaiting(forward, Phase.FWD, self.module)
+        has_come_back = awaiting(backward, Phase.BWD, self.module)
+        return (
+            replace(begin, fwd=(*begin.fwd, *fwd), bwd=(*last, has_come_back, *begin.bwd)),
+            replace(end, fwd=(has_come, *end.fwd), bwd=(*end.bwd, *bwd)),
+        )
+
     def send(
         self, kind: Collective, elements: int, group: str, dtype: DType | None = None
     ) -> _Pair:
@@ -474,40 +465,71 @@ class _Exchange:
         return self.permute(self.plan.expert_rows * self.plan.etp, "sort_chunks", "sort_chunks")
 
 
+def _asynchronous(ops: Iterable[Operation], name: str) -> tuple[Operation, ...]:
+    return tuple(replace(op, stream="ep", name=name) for op in ops)
+
+
 def _is_even(plan: Plan) -> bool:
     return plan.settings.moe_pad_expert_input_to_capacity
 
 
 def all_to_all(plan: Plan) -> tuple[Step, Step]:
-    """Return dispatch of rows and probabilities over ep, then over experts' tp, and combine.
-
-    Without padding to capacity the ranks first exchange the number of rows for each expert.
-    combine_preprocess sums in the probabilities' type.
-    """
+    """Return dispatch of rows and probabilities over ep, then over experts' tp, and combine."""
     to_experts = _Exchange(plan, "mlp.dispatch")
     from_experts = _Exchange(plan, "mlp.combine")
+    counts, parts = _dispatch(plan, to_experts)
+    return (
+        to_experts.step(counts, *parts.before, *parts.sent, *parts.after),
+        from_experts.step(*_combine(plan, from_experts).all),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What comes before an exchange over ep, the exchange, and what comes after it."""
+
+    before: tuple[_Pair, ...]
+    sent: tuple[_Pair, ...]
+    after: tuple[_Pair, ...]
+
+    @property
+    def all(self) -> tuple[_Pair, ...]:
+        return (*self.before, *self.sent, *self.after)
+
+
+def _dispatch(plan: Plan, exchange: _Exchange) -> tuple[_Pair, _Parts]:
+    """Return the exchange of counts, and the dispatch.
+
+    Without padding to capacity the ranks first exchange the number of rows for each expert.
+    """
     hidden = plan.model.hidden_size
     probs = plan.probs_dtype
-    rows = plan.expert_rows
     gather = Collective.ALL_GATHER
     counts = moe_of(plan).num_experts * plan.size("tp_ep")
-    count_exchange = to_experts.send(gather, counts, "tp_ep", DType.INT64)[0]
-    dispatch = to_experts.step(
-        (() if _is_even(plan) else count_exchange, ()),
-        to_experts.permute(rows),
-        to_experts.ep(hidden),
-        to_experts.ep(1, probs),
-        to_experts.etp(gather, hidden),
-        to_experts.etp(gather, 1, probs),
-        to_experts.by_expert(),
+    count_exchange = exchange.send(gather, counts, "tp_ep", DType.INT64)[0]
+    parts = _Parts(
+        before=(exchange.permute(plan.expert_rows),),
+        sent=(exchange.ep(hidden), exchange.ep(1, probs)),
+        after=(
+            exchange.etp(gather, hidden),
+            exchange.etp(gather, 1, probs),
+            exchange.by_expert(),
+        ),
     )
-    combine = from_experts.step(
-        from_experts.by_expert(),
-        from_experts.etp(Collective.REDUCE_SCATTER, hidden, probs),
-        from_experts.ep(hidden),
-        from_experts.permute(rows, "unpermute", "permute"),
+    return (() if _is_even(plan) else count_exchange, ()), parts
+
+
+def _combine(plan: Plan, exchange: _Exchange) -> _Parts:
+    """Return the combine, whose sum over experts' tp is in the probabilities' type."""
+    hidden = plan.model.hidden_size
+    return _Parts(
+        before=(
+            exchange.by_expert(),
+            exchange.etp(Collective.REDUCE_SCATTER, hidden, plan.probs_dtype),
+        ),
+        sent=(exchange.ep(hidden),),
+        after=(exchange.permute(plan.expert_rows, "unpermute", "permute"),),
     )
-    return dispatch, combine
 
 
 def all_gather(plan: Plan) -> tuple[Step, Step]:
@@ -533,11 +555,16 @@ def all_gather(plan: Plan) -> tuple[Step, Step]:
     return dispatch, combine
 
 
-def experts(plan: Plan) -> tuple[Step, ...]:
-    """Return norm, shared.*, router, dispatch, experts.*, combine, residual of one layer."""
+def experts(plan: Plan, *, apart: bool = False) -> tuple[Step, ...]:
+    """Return norm, shared.*, router, dispatch, experts.*, combine, residual of one layer.
+
+    apart: exchanges over ep have a stream of their own.
+    """
     parts = leaves(plan, moe=True)
     hidden = plan.model.hidden_size
     steps = [of_leaf(parts["mlp.norm"])]
+    if plan.settings.moe_shared_expert_overlap and plan.has_shared_experts:
+        return (*steps, *_beside_exchanges(plan, parts), of_leaf(parts["mlp.residual"]))
     for name, part in parts.items():
         if name.startswith("mlp.shared_"):
             if name.endswith("activation"):
@@ -546,10 +573,109 @@ def experts(plan: Plan) -> tuple[Step, ...]:
                 linear = row if name.endswith("down") else column
                 steps.append(linear(plan, part, hidden))
     steps.append(_router(plan, parts["mlp.router"]))
-    gathers = plan.settings.moe_token_dispatcher_type is Dispatcher.ALLGATHER
-    before, after = all_gather(plan) if gathers else all_to_all(plan)
     inner = [of_leaf(leaf) for name, leaf in parts.items() if name.startswith("mlp.experts")]
-    return (*steps, before, *inner, after, of_leaf(parts["mlp.residual"]))
+    before: tuple[Step, ...]
+    after: tuple[Step, ...]
+    if apart:
+        to_experts = _Exchange(plan, "mlp.dispatch")
+        from_experts = _Exchange(plan, "mlp.combine")
+        counts, dispatch = _dispatch(plan, to_experts)
+        combine = _combine(plan, from_experts)
+        before = (
+            to_experts.step(counts),
+            *to_experts.overlapped(dispatch.before, dispatch.sent, dispatch.after),
+        )
+        after = from_experts.overlapped(combine.before, combine.sent, combine.after)
+    else:
+        gathers = plan.settings.moe_token_dispatcher_type is Dispatcher.ALLGATHER
+        first, last = all_gather(plan) if gathers else all_to_all(plan)
+        before = (first,)
+        after = (last,)
+    return (*steps, *before, *inner, *after, of_leaf(parts["mlp.residual"]))
+
+
+def _beside_exchanges(plan: Plan, parts: Mapping[str, Module]) -> Iterator[Step]:
+    """Yield router, experts, and shared experts beside the exchanges of the routed ones.
+
+    The first product of shared experts and its activation run beside the dispatch, the second
+    one beside the combine; their gather and scatter over tp are issued apart. They have a
+    stream of computation of their own there; here they have the time of the exchange on the
+    one stream (shared_experts.py, pre_forward_comm to get_output; token_dispatcher.py,
+    dispatch_preprocess, dispatch_postprocess, combine_postprocess).
+    """
+    yield _router(plan, parts["mlp.router"])
+    to_experts = _Exchange(plan, "mlp.dispatch")
+    from_experts = _Exchange(plan, "mlp.combine")
+    counts, dispatch = _dispatch(plan, to_experts)
+    combine = _combine(plan, from_experts)
+    rows, probs = dispatch.sent
+    # Autograd is told to send rows as soon as it can (set_tensor_grad_fn_sequence_sr).
+    begin_dispatch, end_dispatch = to_experts.overlapped(
+        dispatch.before, (rows,), dispatch.after, late=(probs,)
+    )
+    begin_combine, end_combine = from_experts.overlapped(
+        combine.before, combine.sent, combine.after
+    )
+    *ups, activation, down = (
+        leaf for role, leaf in parts.items() if role.startswith("mlp.shared_")
+    )
+    (up,) = ups
+    gather, first = _gathered_apart(plan, up)
+    second, scatter = _scattered_apart(plan, down)
+    inner = [of_leaf(leaf) for role, leaf in parts.items() if role.startswith("mlp.experts")]
+    yield to_experts.step(counts)
+    yield gather
+    yield begin_dispatch
+    yield from (first, of_leaf(activation))
+    yield end_dispatch
+    yield from inner
+    yield begin_combine
+    yield second
+    yield end_combine
+    yield scatter
+
+
+def _gathered_apart(plan: Plan, leaf: Module) -> tuple[Step, Step]:
+    """Return the gather of a product's input, and the product; backward a scatter after it."""
+    elements = plan.tokens * plan.model.hidden_size
+    module = leaf.role
+    send = partial(plan.inside, elements=elements, group="tp", module=module, stream="tp")
+    name = f"{module}.gather"
+    back = f"{module}.scatter"
+    gathers = send(Collective.ALL_GATHER, phase=Phase.FWD, name=name)
+    if not gathers:
+        return Step(module="mlp.shared", fwd=(), bwd=()), of_leaf(leaf)
+    scatters = send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD, name=back)
+    awaited = awaiting(back, Phase.DGRAD, module)
+    return (
+        Step(module=module, fwd=gathers, bwd=(awaited,)),
+        Step(
+            module=module,
+            fwd=(awaiting(name, Phase.FWD, module), *leaf.fwd),
+            bwd=(*leaf.bwd, *scatters),
+        ),
+    )
+
+
+def _scattered_apart(plan: Plan, leaf: Module) -> tuple[Step, Step]:
+    """Return a product, and the wait for its output's scatter; backward the reverse."""
+    elements = plan.tokens * plan.model.hidden_size
+    module = leaf.role
+    send = partial(plan.inside, elements=elements, group="tp", module=module, stream="tp")
+    name = f"{module}.scatter"
+    back = f"{module}.gather"
+    scatters = send(Collective.REDUCE_SCATTER, phase=Phase.FWD, name=name)
+    if not scatters:
+        return of_leaf(leaf), Step(module="mlp.shared", fwd=(), bwd=())
+    gathers = send(Collective.ALL_GATHER, phase=Phase.DGRAD, name=back)
+    return (
+        Step(
+            module=module,
+            fwd=(*leaf.fwd, *scatters),
+            bwd=(awaiting(back, Phase.DGRAD, module), *leaf.bwd),
+        ),
+        Step(module=module, fwd=(awaiting(name, Phase.FWD, module),), bwd=gathers),
+    )
 
 
 def _router(plan: Plan, leaf: Module) -> Step:

@@ -37,6 +37,7 @@ from stepmark.workloads.rules.megatron.chunk import (
     Library,
     Segment,
     backward_segments,
+    combined_runs,
     first_forward,
     forward_segments,
     is_moe,
@@ -44,9 +45,9 @@ from stepmark.workloads.rules.megatron.chunk import (
     last_backward,
 )
 from stepmark.workloads.rules.megatron.gradients import StageParams
-from stepmark.workloads.rules.megatron.layer import with_deps
 from stepmark.workloads.rules.megatron.settings import Megatron, Plan, make_plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
+from stepmark.workloads.rules.megatron.steps import with_deps
 
 __all__ = ["Megatron", "workload"]
 
@@ -82,7 +83,7 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
         )
 
 
-_COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.WAIT)
+_COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.COMBINED, Act.WAIT)
 
 
 def with_async_deps(
@@ -131,17 +132,23 @@ _SOURCE = (
 )
 
 
+def pipeline_of(plan: Plan) -> Pipeline:
+    settings = plan.settings
+    return Pipeline(
+        num_stages=plan.job.parallel.pp,
+        num_microbatches=plan.job.num_microbatches,
+        num_chunks=settings.virtual_pipeline_model_parallel_size,
+        overlap=settings.overlap_p2p_comm,
+        combines=settings.overlap_moe_expert_parallel_comm,
+    )
+
+
 def workload(job: Job, settings: Megatron) -> Workload:
     """Return one training step. Raises ConfigError for jobs that Megatron-LM refuses."""
     plan = make_plan(job, settings)
     parallel = plan.job.parallel
     chunks_by_stage, notes = partition(plan)
-    pipeline = Pipeline(
-        num_stages=parallel.pp,
-        num_microbatches=plan.job.num_microbatches,
-        num_chunks=settings.virtual_pipeline_model_parallel_size,
-        overlap=settings.overlap_p2p_comm,
-    )
+    pipeline = pipeline_of(plan)
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
     stages = [
@@ -268,6 +275,13 @@ class _StageBuilder:
         match action.act:
             case Act.FORWARD | Act.BACKWARD:
                 return self.run(action)
+            case Act.COMBINED:
+                return combined_runs(
+                    self.library,
+                    self.chunks[action.chunk],
+                    self.chunks[action.backward_chunk],
+                    (action.microbatch, action.backward_microbatch),
+                )
             case Act.WAIT:
                 return (wait(action.after, Phase.FWD, "pipeline"),)
             case Act.REDUCE:

@@ -3,6 +3,7 @@
 Names and defaults are those of megatron/training/arguments.py of core_v0.16.1.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -12,6 +13,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
 from stepmark.step.layout import model_as
+from stepmark.step.lora import Lora
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import CommOp, Group
 from stepmark.workloads.job import (
@@ -26,6 +28,7 @@ from stepmark.workloads.job import (
 )
 from stepmark.workloads.rules.megatron import narrow
 from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp4Recipe, Fp8Format, Fp8Recipe
+from stepmark.workloads.rules.megatron.pipeline_layout import num_chunks
 
 
 class Dispatcher(StrEnum):
@@ -76,6 +79,14 @@ RECOMPUTE_MODULES = (
     "moe_act",
     "shared_experts",
 )
+# Linear layers by Megatron-Bridge's names, and what step/lora.py calls them.
+LORA_TARGETS = {
+    "linear_qkv": ("q", "k", "v"),
+    "linear_proj": ("out",),
+    "linear_fc1": ("gate", "up"),
+    "linear_fc2": ("down",),
+}
+_Refusal = tuple[object, str, object, str]  # of job.refuse_first
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -87,6 +98,13 @@ class Megatron:
     sequence_parallel: bool = setting(
         False, "norms and residuals on 1/tp of each sequence", common=True
     )
+    tp_comm_overlap: bool = setting(
+        False, "overlap collectives of tp with products, piece by piece (userbuffers)"
+    )
+    tp_comm_overlap_ag: bool = setting(True, "with tp-comm-overlap: gathers")
+    tp_comm_overlap_rs: bool = setting(True, "with tp-comm-overlap: scatters of outputs")
+    tp_comm_overlap_disable_qkv: bool = setting(False, "not the gather before q, k and v")
+    tp_comm_overlap_disable_fc1: bool = setting(False, "not the gather before an MLP")
     use_distributed_optimizer: bool = setting(
         False, "shard optimizer states over data ranks", common=True
     )
@@ -112,6 +130,9 @@ class Megatron:
         False, "embedding counts as a layer"
     )
     account_for_loss_in_pipeline_split: bool = setting(False, "head counts as a layer")
+    pipeline_model_parallel_layout: str = setting(
+        "", "layers of each chunk, such as 'Et*4|(t*4|)*14,tL'; gives vpp, too"
+    )
     cp_comm_type: CpComm = setting(CpComm.P2P, "keys and values: p2p (ring) or all_gather")
     expert_tensor_parallel_size: int | None = setting(
         None, "tensor parallelism of experts [tp]"
@@ -123,6 +144,15 @@ class Megatron:
         None, "tokens per expert / its even share; below 0: all [dropless]"
     )
     moe_pad_expert_input_to_capacity: bool = setting(False, "pad experts' inputs to capacity")
+    overlap_moe_expert_parallel_comm: bool = setting(
+        False, "run a forward and a backward pass in turns, exchanges of one beside the other"
+    )
+    delay_wgrad_compute: bool = setting(
+        False, "with it: weight gradients after what exchanges need"
+    )
+    moe_shared_expert_overlap: bool = setting(
+        False, "shared experts run beside the exchanges of the routed ones"
+    )
     moe_router_dtype: RouterDtype = setting(RouterDtype.MODEL, "router's: model, fp32 or fp64")
     moe_router_load_balancing_type: Balancing = setting(Balancing.AUX_LOSS, "auxiliary loss")
     moe_aux_loss_coeff: float = setting(0.0, "weight of the auxiliary loss; 0: none")
@@ -140,6 +170,12 @@ class Megatron:
     calculate_per_token_loss: bool = setting(False, "divide gradients by the number of tokens")
     create_attention_mask_in_dataloader: bool = setting(
         True, "broadcast each attention mask over tp"
+    )
+    lora_rank: int | None = setting(
+        None, "train adapters of this rank and freeze the model (Megatron-Bridge's dim)"
+    )
+    lora_targets: str = setting(
+        ",".join(LORA_TARGETS), "layers with adapters (Megatron-Bridge's target_modules)"
     )
     make_vocab_size_divisible_by: int = setting(128, "pad the vocabulary to this x tp")
     fp8_format: Fp8Format = setting(
@@ -201,11 +237,17 @@ class Megatron:
         for word in self.modules:
             if word not in RECOMPUTE_MODULES:
                 raise not_one_of("recompute_modules", word, RECOMPUTE_MODULES)
+        for word in self.adapted_layers:
+            if word not in LORA_TARGETS:
+                raise not_one_of("lora_targets", word, tuple(LORA_TARGETS))
         narrow.check(self)
         uneven = [name for name in _UNEVEN if getattr(self, name) is not None]
         accounts = [name for name in _ACCOUNTS if getattr(self, name)]
         if uneven and accounts:
             raise ConfigError(accounts[0], True, f"only without {uneven[0]}")
+        if (layout := self.pipeline_model_parallel_layout) and (uneven or accounts):
+            rule = f"only without {(*uneven, *accounts)[0]}"
+            raise ConfigError("pipeline_model_parallel_layout", layout, rule)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -213,6 +255,11 @@ class Megatron:
         if self.recompute_granularity is not Granularity.SELECTIVE:
             return ()
         return tuple(word.strip() for word in self.recompute_modules.split(",") if word.strip())
+
+    @property
+    def adapted_layers(self) -> tuple[str, ...]:
+        """Linear layers that lora_targets names."""
+        return tuple(word.strip() for word in self.lora_targets.split(",") if word.strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,9 +316,18 @@ class Plan:
         """Factory of this rank's modules."""
         sequence = self.sequence_parallel
         etp = self.etp
-        tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
+        tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp, lora=self.lora)
         inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp)
         return replace(tree, inputs=inputs)
+
+    @property
+    def lora(self) -> Lora | None:
+        """Adapters, which are trained in place of the model; None: the model is."""
+        settings = self.settings
+        if settings.lora_rank is None:
+            return None
+        names = (LORA_TARGETS[word] for word in settings.adapted_layers)
+        return Lora(rank=settings.lora_rank, targets=frozenset(itertools.chain(*names)))
 
     @property
     def inside(self) -> "partial[tuple[CommOp, ...]]":
@@ -285,6 +341,10 @@ class Plan:
 
     def size(self, group: str) -> int:
         return self.comms.groups[group].size
+
+    @property
+    def has_shared_experts(self) -> bool:
+        return self.model.moe is not None and self.model.moe.num_shared_experts > 0
 
     @property
     def gradient_dtype(self) -> DType:
@@ -301,18 +361,34 @@ class Plan:
 def make_plan(job: Job, settings: Megatron) -> Plan:
     """Return the plan. Raises ConfigError for a type or job that Megatron-LM refuses."""
     check_trained("dtype", job.dtype)
+    settings = _with_chunks(settings, job.parallel.pp)
     multiple = settings.make_vocab_size_divisible_by
     model = model_as("megatron", job.model, job.parallel.tp, multiple)
     narrow.check_layers(settings, model.num_layers, job.parallel.pp)
     job = replace(job, model=model, products=narrow.products_of(settings))
-    parallel = job.parallel
     plan = Plan(
         job=job, settings=settings, comms=Comms(groups=groups(job, settings), dtype=job.dtype)
     )
+    refuse_first(*_layout_refusals(plan), *_technique_refusals(plan))
+    return plan
+
+
+def _layout_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return the refusals of a model and of what does not divide it."""
+    settings = plan.settings
+    model = plan.model
+    parallel = plan.job.parallel
     shared = parallel.cp * parallel.tp
     data_ranks = parallel.data_ranks
     width = model.moe.ffn_hidden_size if model.moe else 0
-    refuse_first(
+    kv_width = 0 if model.mla else 2 * model.num_kv_heads * model.head_dim
+    return (
+        (
+            kv_width % parallel.tp,
+            "tp",
+            parallel.tp,
+            f"a divisor of the rows of keys and values ({kv_width})",
+        ),
         (
             model.attention_bias and not model.linear_bias,
             "attention_bias",
@@ -345,13 +421,119 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             f"a divisor of the experts' width ({width})",
         ),
         (
-            settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16,
+            settings.grad_reduce_in_bf16 and plan.job.dtype is not DType.BF16,
             "grad_reduce_in_bf16",
             True,
             "only with bf16",
         ),
     )
-    return plan
+
+
+def _technique_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return the refusals of recompute, overlaps and adapters."""
+    settings = plan.settings
+    return (
+        (
+            "mla_up_proj" in settings.modules and plan.model.mla is None,
+            "recompute_modules",
+            "mla_up_proj",
+            "left out for a model without latent attention",
+        ),
+        (
+            settings.moe_shared_expert_overlap
+            and settings.moe_token_dispatcher_type is not Dispatcher.ALLTOALL,
+            "moe_shared_expert_overlap",
+            True,
+            "only with moe_token_dispatcher_type alltoall",
+        ),
+        (
+            settings.moe_shared_expert_overlap
+            and plan.has_shared_experts
+            and "shared_experts" in settings.modules,
+            "moe_shared_expert_overlap",
+            True,
+            "only without shared_experts in recompute_modules",
+        ),
+        *_userbuffer_refusals(plan),
+        *_lora_refusals(plan),
+        *_combined_refusals(plan),
+    )
+
+
+def _userbuffer_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    settings = plan.settings
+    if not settings.tp_comm_overlap:
+        return ()
+    hidden = plan.model.hidden_size
+    name = "tp_comm_overlap"
+    return (
+        (not plan.sequence_parallel, name, True, "only with sequence_parallel and tp > 1"),
+        (
+            plan.model.mla,
+            name,
+            True,
+            "false with latent attention, whose products TransformerEngine has no buffers for",
+        ),
+        (hidden % 4, name, True, f"only with a hidden size that 4 divides, not {hidden}"),
+    )
+
+
+def _lora_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    lora = plan.lora
+    if lora is None:
+        return ()
+    return (
+        (lora.rank % plan.tp, "lora_rank", lora.rank, f"a multiple of tp ({plan.tp})"),
+        (plan.model.moe, "lora_rank", lora.rank, "left out for a model with experts"),
+        (plan.model.mla, "lora_rank", lora.rank, "left out for latent attention"),
+        (
+            plan.settings.tp_comm_overlap,
+            "tp_comm_overlap",
+            True,
+            "false with lora_rank: adapters need the gathered input",
+        ),
+    )
+
+
+def _combined_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return what TransformerConfig refuses with overlap_moe_expert_parallel_comm."""
+    name = "overlap_moe_expert_parallel_comm"
+    settings = plan.settings
+    parallel = plan.job.parallel
+    if not settings.overlap_moe_expert_parallel_comm:
+        delays = settings.delay_wgrad_compute
+        return ((delays, "delay_wgrad_compute", True, f"only with {name}"),)
+    one_chunk = settings.virtual_pipeline_model_parallel_size == 1
+    is_full = settings.recompute_granularity is Granularity.FULL
+    has_other = settings.moe_token_dispatcher_type is not Dispatcher.ALLTOALL
+    return (
+        (parallel.ep == 1, name, True, "only with ep > 1"),
+        (parallel.pp > 1 and one_chunk, name, True, "only with vpp > 1 where pp > 1"),
+        (has_other, name, True, "only with moe_token_dispatcher_type alltoall"),
+        (is_full, name, True, "only without full recompute"),
+        # The pieces do not call MoELayer.forward, which would recompute.
+        ("moe" in settings.modules, name, True, "only without moe in recompute_modules"),
+        (plan.job.dtype is DType.FP32, name, True, "only with bf16 or fp16"),
+        (
+            settings.moe_shared_expert_overlap,
+            name,
+            True,
+            "only without moe_shared_expert_overlap",
+        ),
+    )
+
+
+def _with_chunks(settings: Megatron, pp: int) -> Megatron:
+    """Return the settings with the vpp of the layout, as arguments.py derives it."""
+    layout = settings.pipeline_model_parallel_layout
+    if not layout:
+        return settings
+    name = "virtual_pipeline_model_parallel_size"
+    chunks = num_chunks(layout, pp)
+    given = settings.virtual_pipeline_model_parallel_size
+    if given not in (1, chunks):
+        raise ConfigError(name, given, f"left out, or the layout's ({chunks})")
+    return replace(settings, virtual_pipeline_model_parallel_size=chunks)
 
 
 def groups(job: Job, settings: Megatron) -> dict[str, Group]:

@@ -3,11 +3,15 @@
 Source: megatron-core 0.16.1, transformer/transformer_block.py (get_num_layers_to_build),
 transformer_layer.py (get_transformer_layer_offset) and transformer_config.py (refused
 splits). Compared with a run of megatron-core (tests/data/megatron).
+
+Megatron-LM refuses layers that do not divide; its users give a split. Where none is given the
+one of NVIDIA's recipes is taken: equal stages or chunks, and a last one with what they leave.
 """
 
 from dataclasses import dataclass, replace
 
 from stepmark.ground.errors import ConfigError
+from stepmark.workloads.rules.megatron.pipeline_layout import sizes_of, written
 from stepmark.workloads.rules.megatron.settings import Megatron, Plan
 
 _FIRST = "decoder_first_pipeline_num_layers"
@@ -32,8 +36,8 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
     """Return chunks by stage, and notes of choices that the settings leave open.
 
     Where layers do not divide by stages and chunks, but do with embedding and head as one
-    layer each, these take a layer's place; else the last stage has what the others leave.
-    Raises ConfigError where no such sizes exist.
+    layer each, these take a layer's place; else the last stage has what the others leave, or
+    where its chunks would differ the last chunk. Raises ConfigError where no sizes exist.
     """
     settings = plan.settings
     pp = plan.job.parallel.pp
@@ -42,7 +46,9 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
     embedding = settings.account_for_embedding_in_pipeline_split
     loss = settings.account_for_loss_in_pipeline_split
     notes: tuple[str, ...] = ()
-    if any(getattr(settings, name) is not None for name in (_FIRST, _LAST)):
+    if layout := settings.pipeline_model_parallel_layout:
+        sizes = sizes_of(layout, total, pp)
+    elif any(getattr(settings, name) is not None for name in (_FIRST, _LAST)):
         sizes = _uneven(settings, total, pp, chunks)
     else:
         places = pp * chunks
@@ -66,7 +72,16 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
                 f" the others {sum(sizes[0])} each (--{_LAST} {last})".replace("_", "-"),
             )
         elif counted % places:
-            raise ConfigError("pp", pp, _allowed(total, pp, chunks))
+            counts_an_end = embedding or loss
+            by_chunk = _last_chunk(total, places) if chunks > 1 and not counts_an_end else []
+            if not by_chunk:
+                raise ConfigError("pp", pp, _allowed(total, pp, chunks))
+            sizes = [by_chunk[stage::pp] for stage in range(pp)]
+            notes = (
+                f"{total} layers do not divide by {pp} stages x {chunks} chunks: a chunk has"
+                f" {by_chunk[1]}, the first {by_chunk[0]}, the last {by_chunk[-1]}"
+                f" (--pipeline-model-parallel-layout '{written(by_chunk)}')",
+            )
         else:
             sizes = [[counted // places] * chunks for _ in range(pp)]
             sizes[0][0] -= embedding
@@ -131,6 +146,21 @@ def _allowed(total: int, pp: int, chunks: int) -> str:
         examples += f"; with embedding and head as a layer each {also}"
     uneven = f"an uneven split by --{_FIRST} or --{_LAST}".replace("_", "-")
     return f"{words} ({examples}); or {uneven}"
+
+
+def _last_chunk(total: int, places: int) -> list[int]:
+    """Return the layers of each chunk, of which the last has what the others leave; []: none.
+
+    As in NVIDIA's recipes of DeepSeek-V3 and Kimi K2 (NVIDIA-NeMo/Megatron-Bridge at 067f987,
+    recipes/kimi/h100/kimi_k2.py, perf_recipes/deepseek/h100/deepseek_v3.py): of 61 layers 15
+    chunks of 4 and one of 1, or 7 of 8 and one of 5, or 1, then 30 of 2 and a last one of none.
+    """
+    size = -(-total // places)
+    last = total - size * (places - 1)
+    first = size + min(last, 0)
+    if first < 0:
+        return []
+    return [first, *[size] * (places - 2), max(last, 0)]
 
 
 def _last_stage(total: int, pp: int, chunks: int) -> int:

@@ -217,6 +217,8 @@ def _add(runs: list[Run], run: Run) -> None:
 def build(job: AnyJob, technique: Technique) -> Workload:
     """Return the workload of a job. Raises ConfigError for a job that is not supported."""
     check_trained("dtype", job.dtype)
+    if job.config is not None:
+        job.parallel.check(job.config)
     groups = dict(technique.sharding.comms.groups if technique.sharding else groups_of(job))
     if job.parallel.ep > 1 and technique.sharding is None:
         raise ConfigError("ep", job.parallel.ep, "1, or fsdp, which shards experts")
