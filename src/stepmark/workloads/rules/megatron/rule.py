@@ -142,6 +142,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
         num_microbatches=plan.job.num_microbatches,
         num_chunks=settings.virtual_pipeline_model_parallel_size,
         overlap=settings.overlap_p2p_comm,
+        group_size=settings.microbatch_group_size_per_vp_stage,
         combines=settings.overlap_moe_expert_parallel_comm,
     )
     blocks: dict[str, Block] = {}

@@ -121,6 +121,9 @@ class Megatron:
     virtual_pipeline_model_parallel_size: int = setting(
         1, "model chunks per pipeline stage", common=True
     )
+    microbatch_group_size_per_vp_stage: int | None = setting(
+        None, "with vpp: micro-batches that a chunk runs in a row [pp]"
+    )
     overlap_p2p_comm: bool = setting(True, "interleaved stages overlap transfers with compute")
     decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first stage")
     decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last stage")
@@ -179,6 +182,7 @@ class Megatron:
 
     def __post_init__(self) -> None:
         sizes = ("expert_tensor_parallel_size", "recompute_num_layers", "ddp_bucket_size")
+        check_at_least(self, 1, "microbatch_group_size_per_vp_stage")
         splits = ("virtual_pipeline_model_parallel_size", *_UNEVEN)
         check_at_least(self, 1, *sizes, *splits, "make_vocab_size_divisible_by")
         factor = self.moe_expert_capacity_factor
