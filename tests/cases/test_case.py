@@ -155,6 +155,7 @@ def test_each_dtype_is_reproduced(family: str) -> None:
 def test_models_layers_are_reproduced() -> None:
     from stepmark.model.model import find_model
     from stepmark.model.parallel import ParallelConfig
+    from stepmark.model.product_precision import of_operators
     from stepmark.step.layout import Inputs, layout_of
     from stepmark.workloads.operators import BY_FAMILY, ModelShape
 
@@ -167,7 +168,7 @@ def test_models_layers_are_reproduced() -> None:
             shape = ModelShape(
                 model=find_model(name),
                 layout=layout_of(framework, ParallelConfig()),
-                inputs=Inputs(mbs=2, seq_len=1024, dtype=dtype, skew=0.5),
+                inputs=Inputs(mbs=2, seq_len=1024, products=of_operators(dtype), skew=0.5),
             )
             for operators in BY_FAMILY.values():
                 for label, op in operators(shape):

@@ -79,6 +79,23 @@ def test_the_text_has_each_row_and_what_another_network_gains(
     assert re.search(r"HtoD +64 KiB<=<1 MiB +1 ", out)
 
 
+def test_messages_by_a_network(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The measured transfers of 8 x H200 are within 10 % of the data sheet's NVLink."""
+    code, out, _ = messages(capsys, FSDP8, "--network", "dgx-h200")
+    assert code == 0
+    ratio = re.search(r"and took [\d.]+ ms, ([\d.]+) times that", out)
+    assert ratio
+    assert 0.9 < float(ratio[1]) < 1.1
+    assert "the network dgx-h200: " in out
+    slow = tmp_path / "slow.toml"
+    slow.write_text('nics = 1\nnic = "100G"\ngpus_per_host = 1\n')
+    rows = document(capsys, FSDP8, "--network", slow)["histogram"]
+    for row in rows:  # busbw of a ring over one NIC of 12.5 GB/s each
+        busbw = row["from_bytes"] * 7 / 8 / row["expected_per_call_s"]
+        assert 0.8 * 12.5e9 < busbw < 12.5e9
+    assert document(capsys, FSDP8, "--network", slow)["network"]["gains"][0]["most_gain_s"] == 0
+
+
 def test_other_sources_of_the_job_stand_beside_the_traces(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -142,10 +159,15 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--other-curve", CURVES], "it must be given with --curve."),
         (["--steps", "9"], "--steps 9 is invalid: it must be among those of the traces: 5-6."),
         (["--network-speedup", "0.5"], "from 1 to 1000"),
+        (["--network-speedup", "3", "--network", "p5"], "given without --network"),
+        (["--network", "dgx-h10"], "did you mean dgx-h100?"),
         (["--force"], "it must be given with --curve."),
         (["--by", "rank"], "some of collective"),
     ],
-    ids=["settings", "collectives", "no-curve", "steps", "speedup", "force", "by"],
+    ids=[
+        *("settings", "collectives", "no-curve", "steps", "speedup", "both", "network"),
+        *("force", "by"),
+    ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[object], text: str) -> None:
     code, _, err = messages(capsys, FSDP8, *words)

@@ -30,6 +30,7 @@ SIMAI = sorted(AICB.glob("*/simai*"))
 FRAMEWORKS = {
     "megatron": f"{TINY} --world-size 8 --tp 2 --pp 2 --sp --gbs 8",
     "deepspeed": f"{TINY} --world-size 8",
+    "pytorch": f"{TINY} --world-size 8 --tp 2",
     "fsdp": f"{TINY} --world-size 8 --tp 2",
     "ddp": f"{TINY} --world-size 4",
     "tp": f"{TINY} --tp 2",
@@ -438,7 +439,7 @@ def test_files_that_are_no_workloads(run: Program, name: str) -> None:
 BAD = [
     ("generate", "num-layers"),
     ("generate --model lama-3", "lama-3"),
-    (f"generate {TINY} --framework magic", "megatron, deepspeed, fsdp"),
+    (f"generate {TINY} --framework magic", "megatron, deepspeed, pytorch, fsdp"),
     ("generate --framework collective_test", "stepmark comm"),
     (f"generate {TINY} --nonsense 1", "--nonsense"),
     (f"generate {TINY} --framework fsdp --vpp 2", "--vpp"),
@@ -454,7 +455,16 @@ BAD = [
     (f"generate {TINY} --tp 3", "tp"),
     (f"generate {TINY} --world-size 0", "world-size"),
     (f"generate {TINY} --world-size 6 --tp 4", "e.g. 4 or 8"),
-    (f"generate {TINY} --framework tp --tp 2 --world-size 8", "--framework fsdp"),
+    (f"generate {TINY} --framework tp --tp 2 --world-size 8", "--framework pytorch"),
+    (
+        f"generate {TINY} --framework pytorch --world-size 8 --bucket-cap-mb 25",
+        "--bucket-cap-mb 25 is invalid: it has no effect with data-parallel fsdp",
+    ),
+    (
+        f"generate {TINY} --framework pytorch --dp-replicate 8 --prefetch 1",
+        "--prefetch 1 is invalid: it has no effect with data-parallel ddp",
+    ),
+    (f"generate {TINY} --framework fsdp --data-parallel ddp", "--framework pytorch"),
     (f"generate {TINY} --world-size 8 --gbs 12", "e.g. 8 or 16"),
     (f"generate {TINY} --mbs 0", "mbs"),
     (f"generate {TINY} --pp 3", "pp"),

@@ -26,6 +26,7 @@ FIGURES = (
     "l3_bytes",
     "link_bytes_per_s",
     "link_domain",
+    "pcie_bytes_per_s",
     "tdp_w",
 )
 
@@ -38,6 +39,8 @@ BLACKWELL = {
     "bf16": 8192,
     "fp16": 8192,
     "fp8_e4m3": 16384,
+    "mxfp8": 16384,
+    "nvfp4": 32768,
 }
 AMPERE = {"fp64": 128, "fp32": 128, "tf32": 1024, "bf16": 2048, "fp16": 2048}
 CDNA3 = {"fp64": 256, "fp32": 256, "tf32": 1024, "bf16": 2048, "fp16": 2048, "fp8_e4m3": 4096}
@@ -56,7 +59,7 @@ UNITS = {
     "mi250x": (110, {"fp64": 256, "fp32": 256, "bf16": 1024, "fp16": 1024}),
     "mi300x": (304, CDNA3),
     "mi325x": (304, CDNA3),
-    "mi355x": (256, {"fp64": 128, "fp32": 256, "bf16": 4096, "fp16": 4096, "fp8_e4m3": 8192}),
+    "mi355x": (256, {"fp64": 128, "fp32": 256, "bf16": 4096, "fp16": 4096, "mxfp8": 8192}),
 }
 
 
@@ -112,6 +115,23 @@ def test_fp8_is_twice_and_tf32_half_of_bf16() -> None:
         assert fp8 / bf16 == pytest.approx(2, rel=0.02), key
     for key, tf32, bf16 in peaks(DType.TF32):
         assert tf32 / bf16 == pytest.approx(0.5, rel=0.02), key
+
+
+def test_block_formats_are_for_blackwell_and_cdna4() -> None:
+    """torch.cuda.get_device_capability: 10.x of Blackwell; gfx950 has MXFP4, but no NVFP4."""
+    scaled = {key for key, device in DEVICES.items() if device.peak(DType.MXFP8)}
+    assert scaled == {
+        key
+        for key, device in DEVICES.items()
+        if device.capability >= ((10, 0) if device.vendor == "nvidia" else (9, 5))
+    }
+    assert {key for key, *_ in peaks(DType.NVFP4)} == scaled - {"mi355x"}
+    for key in scaled:
+        assert DEVICES[key].peak(DType.MXFP8) == DEVICES[key].peak(DType.FP8_E4M3)
+    for key, nvfp4, bf16 in peaks(DType.NVFP4):
+        # Blackwell Ultra's fp4 alone is 1.5 times as fast: 1,080 of 720 PFLOPS of 72 GPUs.
+        factor = 6 if "300" in key else 4
+        assert nvfp4 / bf16 == pytest.approx(factor, rel=0.03), key
 
 
 def test_wider_types_are_never_faster() -> None:

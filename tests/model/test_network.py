@@ -81,6 +81,14 @@ def test_tables_of_one_host_are_predicted_where_bandwidth_counts() -> None:
     assert rows["above"] < 0.05
 
 
+def test_pairs_of_a_pcie_host_are_predicted_where_bandwidth_counts() -> None:
+    """4 x A100 PCIe: NVLink joins pairs, and PCIe the pairs (busbw 28 to 31 GB/s)."""
+    errors = network_laws.inside_errors()["nc96v4 all_reduce"]
+    large = [error for size, error in errors if size >= 2**24]
+    assert len(large) > 3
+    assert max(map(abs, large)) < 0.15
+
+
 # Laws
 
 
@@ -206,11 +214,107 @@ def test_a_domain_of_nvlink_may_have_many_hosts() -> None:
     assert net.placement(range(72)).num_units == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "shown"),
+    [
+        ("nics", 2, "--nics 2 "),
+        ("nic", 25e9, "--nic 200G "),
+        ("latency", 1e-6, "--latency 1e-06s "),
+        ("oversubscription", 2.0, "--oversubscription 2.0 "),
+    ],
+)
+def test_links_between_hosts_are_refused_for_one_host(
+    option: str, value: float, shown: str
+) -> None:
+    choice = NetworkChoice(**{option: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="NVLink 4 joins all 8 GPUs of the job") as error:
+        network_of(H100, 8, choice)
+    assert shown in str(error.value) or shown.strip("- ") in str(error.value)
+    assert network_of(H100, 512, choice) is not None
+
+
+def test_oversubscription_above_a_leaf_is_refused_below_it() -> None:
+    choice = NetworkChoice(network="dgx-h100", oversubscription=2.0)
+    with pytest.raises(ConfigError, match="256 GPUs are below one leaf switch"):
+        network_of(H100, 256, choice)
+    assert network_of(H100, 257, choice) is not None
+    # p5 has no leaves: its NICs are oversubscribed.
+    assert network_of(H100, 16, replace(choice, network="p5")) is not None
+
+
+@pytest.mark.parametrize("device", ["h100-nvl", "h100-pcie", "a100-80gb-pcie", "h200-nvl"])
+def test_bridges_join_some_gpus_of_a_host(device: str) -> None:
+    """Inside a bridge is faster than over PCIe, and PCIe than between hosts."""
+    spec = load_devices()[device]
+    net = network_of(spec, 16, NetworkChoice(nics=1, nic=12.5e9))
+    assert net is not None
+    bridged = spec.link_domain
+    assert bridged in (2, 4)
+    assert [tier.num_gpus for tier in net.tiers] == [bridged, 8, None]
+    for collective in MEASURED:
+        pair, pcie, hosts = (
+            seconds(net, collective, 2**28, range(0, 2 * stride, stride))
+            for stride in (1, bridged, 8)
+        )
+        assert pair < pcie < hosts
+    alone = network_of(spec, 8)
+    assert alone is not None
+    assert "PCIe beyond" in alone.about
+    assert alone.time_s("all_reduce", 2**28, alone.placement(range(8))) == seconds(
+        net, "all_reduce", 2**28, range(8)
+    )
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_the_host_with_the_fewest_ranks_bounds_a_ring(collective: str) -> None:
+    """Three ranks on one host and one on another have one NIC between them, not two."""
+    net = network("p5", nics=8, nic=50e9, reduction=Reduction.NONE)
+    size = 2**32
+    even = net.transfer_s(collective, size, net.placement([0, 1, 8, 9]))
+    uneven = net.transfer_s(collective, size, net.placement([0, 1, 2, 8]))
+    assert uneven == pytest.approx(2 * even)
+    factor = (2 if collective == "all_reduce" else 1) * 3 / 4
+    assert uneven == pytest.approx(size * factor / 50e9)
+
+
+def test_a_rank_alone_on_its_host_sends_most_of_an_all_to_all() -> None:
+    """Three of its four parts leave the host, of the others one."""
+    net = network()
+    size = 2**32
+    uneven = net.transfer_s("all_to_all", size, net.placement([0, 1, 2, 8]))
+    assert uneven == pytest.approx(size * 3 / 4 / 50e9)
+    even = net.transfer_s("all_to_all", size, net.placement([0, 1, 8, 9]))
+    assert even == pytest.approx(size * 2 / 4 / 50e9)
+
+
 def test_ranks_outside_of_all_tiers_are_refused() -> None:
     alone = network_of(H100, 8)
     assert alone is not None
     with pytest.raises(ConfigError, match=r"network h100-sxm .* joins rank 15.* 8 GPUs"):
         alone.placement(range(16))
+
+
+@pytest.mark.parametrize(
+    ("choice", "device", "expected"),
+    [
+        ({"gpus_per_host": 6}, "h100-sxm", None),
+        ({"gpus_per_host": 3}, "h100-nvl", r"gpus_per_host \(3\) .* the 2 GPUs"),
+        ({"gpus_per_host": 2}, "h200-nvl", None),  # a bridge of two
+    ],
+)
+def test_a_unit_of_a_tier_has_whole_units_of_the_one_below(
+    choice: dict[str, int], device: str, expected: str | None
+) -> None:
+    given = NetworkChoice(network="dgx-h100", **choice)  # type: ignore[arg-type]
+    if expected:
+        with pytest.raises(ConfigError, match=f"network dgx-h100 .* {expected}"):
+            network_of(load_devices()[device], 1024, given)
+        return
+    found = network_of(load_devices()[device], 1024, given)
+    assert found is not None
+    sizes = [tier.num_gpus for tier in found.tiers if tier.num_gpus]
+    assert sizes[-1] == 32 * choice["gpus_per_host"]  # hosts below a leaf
+    assert all(upper % lower == 0 for lower, upper in pairwise(sizes))
 
 
 # Systems and files
@@ -261,6 +365,8 @@ def test_a_file_describes_a_network(tmp_path: Path) -> None:
         ('nics = 8\nnic = "400G"\nspeed = 3', "unknown field speed"),
         ('nics = 8\nnic = "400G"\nlatency = "fast"', "latency fast .* duration"),
         ("nics = 8\nnic = 400", "nic 400 is not a text"),
+        ('nics = 8\nnic = "0G"', "nic 0G is invalid: .*400G"),
+        ('nics = 8\nnic = "400G"\nleaf_gpus = 12', r"leaf_gpus \(12\) is a multiple of the 8"),
         ('nics = true\nnic = "400G"', "nics True is not a number"),
         ("nics = ", "a TOML file"),
     ],

@@ -105,9 +105,13 @@ def test_bytes_of_a_gemm_grow_less_than_its_flops(name: str) -> None:
     assert GEMM.bytes_moved < larger.bytes_moved < 2 * GEMM.bytes_moved
 
 
-def test_a_cast_alone_multiplies_nothing_and_casts_add_up() -> None:
+NARROW = (DType.FP8_E4M3, DType.FP8_E5M2, DType.MXFP8, DType.NVFP4)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_cast_alone_multiplies_nothing_and_casts_add_up(dtype: DType) -> None:
     made = {
-        cast: Gemm(m=32, n=32, k=64, dtype=DType.FP8_E4M3, cast=cast)
+        cast: Gemm(m=32, n=32, k=64, dtype=dtype, cast=cast)
         for cast in (Cast.NONE, Cast.ONLY, Cast.INCLUDED)
     }
     assert made[Cast.ONLY].flops == 0
@@ -352,12 +356,12 @@ def test_choices_that_are_none(family: str) -> None:
                 refused(op, field.name, value)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemm"}))
-def test_fp8_only_where_there_is_fp8(family: str) -> None:
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemm", "grouped-gemm"}))
+def test_narrow_types_only_where_they_are_multiplied(family: str) -> None:
     op = PLAIN[family]
     if family in ("copy", "host-copy"):
         return
-    for dtype in (DType.FP8_E4M3, DType.FP8_E5M2):
+    for dtype in NARROW:
         assert "dtype" in refused(op, "dtype", dtype)
 
 
@@ -419,10 +423,57 @@ def test_fp8_products_are_sixteen_wide(dims: tuple[int, int, int], dtype: DType)
     assert Gemm(m=m, n=16, k=32, dtype=dtype).scaling is Scaling.TENSORWISE
 
 
+@pytest.mark.parametrize(
+    ("dtype", "multiple"), [(DType.FP8_E4M3, 16), (DType.MXFP8, 32), (DType.NVFP4, 16)]
+)
+@pytest.mark.parametrize("name", ["n", "k"])
+def test_rows_of_narrow_products_are_whole(dtype: DType, multiple: int, name: str) -> None:
+    for op in (
+        Gemm(m=3, n=64, k=96, dtype=dtype),
+        GroupedGemm(num_groups=2, tokens=3, n=64, k=96, dtype=dtype),
+    ):
+        assert replace(op, **{name: multiple})
+        assert f"a multiple of {multiple}" in refused(op, name, multiple + multiple // 2)
+
+
 @pytest.mark.parametrize("changes", [{"scaling": Scaling.ROWWISE}, {"cast": Cast.ONLY}])
 def test_scales_and_casts_are_for_fp8(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="only with fp8 dtypes"):
         replace(GEMM, **changes)
+
+
+@pytest.mark.parametrize("dtype", [DType.MXFP8, DType.NVFP4])
+def test_block_formats_have_their_own_scales(dtype: DType) -> None:
+    op = Gemm(m=32, n=32, k=32, dtype=dtype, cast=Cast.INCLUDED)
+    assert "only with fp8 dtypes" in refused(op, "scaling", Scaling.TENSORWISE)
+
+
+# OCP Microscaling Formats 1.0, section 5.2: 8 bits an element and 8 per block of 32; NVFP4
+# (TransformerEngine, NVFP4BlockScaling): 4 bits, 8 per 16 and an fp32 number per tensor.
+BITS = {DType.FP8_E4M3: (8, 0), DType.MXFP8: (8.25, 0), DType.NVFP4: (4.5, 4)}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_operands_of_narrow_products_have_the_bits_of_their_format(dtype: DType) -> None:
+    m, n, k = 64, 128, 256
+    bits, per_tensor = BITS[dtype]
+    a, b, y = (int(size * bits / 8) + per_tensor for size in (m * k, n * k, m * n))
+    assert Gemm(m=m, n=n, k=k, dtype=dtype).bytes_moved == a + b + 2 * m * n
+    grouped = GroupedGemm(num_groups=1, tokens=m, n=n, k=k, dtype=dtype)
+    results = {
+        Phase.FWD: (a + b, m * n),
+        Phase.DGRAD: (y + b, m * k),
+        Phase.WGRAD: (y + a, n * k),
+    }
+    for phase, (operands, result) in results.items():
+        assert replace(grouped, phase=phase).bytes_moved == operands + 2 * result
+    assert grouped.memory_bytes == grouped.bytes_moved
+
+
+def test_blockwise_scales_are_per_row_of_128_and_per_square() -> None:
+    plain = Gemm(m=256, n=384, k=512, dtype=DType.FP8_E4M3)
+    blocks = replace(plain, scaling=Scaling.BLOCKWISE)
+    assert blocks.bytes_moved - plain.bytes_moved == 4 * (256 * 4 + 3 * 4)
 
 
 def test_odd_rope_and_more_slices_than_tokens() -> None:

@@ -1,5 +1,6 @@
 """Times of collectives: curves where there are any, else links."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from stepmark.model.network_options import NetworkChoice
 from stepmark.model.ops import Phase
 from stepmark.model.systems import network_of
 from stepmark.predictions.comm import CommCosts
+from stepmark.predictions.predict_inputs import inputs_of
+from stepmark.predictions.predict_options import PredictOptions
 from stepmark.step.workload import CommOp, Group
 from stepmark.timeline.step_cost import Source
 
@@ -115,6 +118,18 @@ def test_unknown_links_are_refused() -> None:
     assert network_of(bare, 8) is None
     with pytest.raises(ConfigError, match=r"device h100-sxm .* whose links are known"):
         network_of(bare, 8, NetworkChoice(network="dgx-h100"))
+
+
+def test_a_curve_of_more_ranks_than_the_links_join_is_refused(tmp_path: Path) -> None:
+    text = (NCCL_TESTS / "8xH200-all_reduce.txt").read_text()
+    (rank7,) = re.findall(r"#  Rank  7 .*\n", text)
+    more = "".join(rank7.replace("Rank  7", f"Rank {rank:2}") for rank in range(7, 16))
+    file = tmp_path / "16.txt"
+    file.write_text(text.replace(rank7, more))
+    options = PredictOptions(models=("llama-3.1-8b",), device="h100", curve=str(file))
+    with pytest.raises(ConfigError, match=r"curve .*16\.txt .* h100-sxm joins, not of 16"):
+        inputs_of(replace(options, nproc="8"))
+    assert inputs_of(replace(options, nproc="64")).network is not None
 
 
 def test_groups_have_the_curves_of_ranks_placed_as_theirs() -> None:

@@ -10,6 +10,7 @@ from stepmark.cli.main import status
 JOBS = {
     "megatron": "llama-3.1-8b --tp 2 --pp 4 --gbs 32 --sp",
     "deepspeed": "gpt2-1.5b --zero-stage 3 --mbs 2",
+    "pytorch": "llama-3.1-8b --tp 2 --async-tp",
     "fsdp": "llama-3.1-8b --pp 2 --gbs 32",
 }
 RANKS = "16"
@@ -33,6 +34,19 @@ def test_a_job_is_predicted_as_its_file(
     assert of_job["tokens_per_s"]
     assert of_job["mfu_pct"]
     assert "dgx-h100: 8 GPUs and 8 x 400G a host" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tp", ["2", "8"])
+def test_products_in_pieces_hide_communication(tp: str, tmp_path: Path) -> None:
+    """The work is the same, so that a step takes less by what is no longer exposed."""
+    steps = {}
+    for flag in ("--no-async-tp", "--async-tp"):
+        answer = tmp_path / "answer.json"
+        job = ["llama-3.1-8b", "--framework", "pytorch", "--nproc", RANKS, "--tp", tp]
+        job += ["--mbs", "4", flag]
+        assert status(["predict", *job, "--device", "h100", "--json", str(answer)]) == 0
+        steps[flag] = json.loads(answer.read_text())["step_s"]
+    assert 0.7 < steps["--async-tp"] / steps["--no-async-tp"] < 1
 
 
 @pytest.mark.parametrize(

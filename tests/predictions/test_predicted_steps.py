@@ -259,16 +259,32 @@ def test_tokens_are_those_of_an_optimizer_step(run: Predict, words: str, schedul
     assert 50 < document["mfu_pct"] < 70
 
 
-def test_a_step_in_fp8_names_its_peak_and_what_has_no_time(run: Predict) -> None:
+def test_a_step_in_fp8_names_its_peak_and_has_casts(run: Predict) -> None:
     words = f"{SHEET} --no-fp8-all-gather"
     code, low, _ = run(f"{words} --fp8")
     assert code == 0
     plain = run(SHEET)[1]
     assert low["step_s"] < plain["step_s"]
     assert low["peak_flops_per_s"] == plain["peak_flops_per_s"]
-    assert "MFU and HFU are of the bf16 peak, not of the FP8 peak" in low["notes"]
-    assert any(note.startswith("casts to FP8 take no time") for note in low["notes"])
-    assert not any("FP8" in note for note in plain["notes"])
+    (note,) = (note for note in low["notes"] if "peak" in note)
+    assert note == (
+        "MFU and HFU are of the bf16 peak, not of the fp8_e4m3 peak, which is 2 times as high"
+    )
+    assert not any("peak" in note for note in plain["notes"])
+    products, casts = (
+        [
+            sum(row["time_ns"] for row in document["ledger"] if row["line"] == line)
+            for document in (low, plain)
+        ]
+        for line in ("matmul", "norm and elementwise")
+    )
+    assert products[0] < products[1]
+    assert casts[0] > casts[1]
+
+
+def test_precision_fp8_is_fp8(run: Predict) -> None:
+    words = f"{SHEET} --no-fp8-all-gather"
+    assert run(f"{words} --fp8")[1] == run(f"{words} --precision fp8")[1]
 
 
 # ---- laws

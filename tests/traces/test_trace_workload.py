@@ -254,6 +254,17 @@ def test_a_traced_step_is_predicted_with_its_own_times(
     fixed_s = network.fixed_s("all_gather", network.placement(range(8)))
     comm_s = 2 * found["comm_s"] - 26 * fixed_s
     assert json.loads(out.read_text())["comm_s"] == pytest.approx(comm_s, rel=1e-3)
+    # A NIC of 12.5 GB/s per GPU in place of NVLink: messages by it, computation as it was.
+    slow = tmp_path / "slow.toml"
+    slow.write_text('nics = 1\nnic = "100G"\ngpus_per_host = 1\n')
+    assert status([*predict, "--network", str(slow)]) == 0
+    sent = json.loads(out.read_text())
+    ops = [op for op in workload.expand() if isinstance(op, CommOp)]
+    sizes = [op.message_bytes(workload.groups[op.group]) for op in ops]
+    wire_s = sum(sizes) * 7 / 8 / 12.5e9  # of gathers and reduce-scatters
+    assert wire_s < sent["comm_s"] < 1.2 * wire_s
+    assert sent["sources_s"] == found["sources_s"]
+    assert any("times of 792 of 792 computations are the work" in n for n in sent["notes"])
     assert status([*predict, "--device", "h200"]) == 0
     assert json.loads(out.read_text())["step_s"] == found["step_s"]
     assert status([*predict, "--device", "h100-sxm"]) == 0

@@ -19,7 +19,8 @@ from stepmark.traces.kineto.roles import role_of_call
 from stepmark.training.profiling import Annotations, Profile, marked_modules
 from stepmark.training.transformer import Transformer
 from stepmark.workloads.job import Job
-from stepmark.workloads.rules.pytorch import plain
+from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.pytorch import rule
 
 
 def train(times: int, profile: Profile) -> None:
@@ -120,7 +121,7 @@ def test_roles_of_modules_are_those_of_the_tree(name: str) -> None:
     job = Job(model=model, mbs=1, gbs=1)
     expected = {
         op.module
-        for op in plain.workload(job, plain.Tp()).tally()
+        for op in rule.workload(job, RULES["tp"].make()).tally()
         if isinstance(op, ComputeOp) and op.phase is Phase.FWD
     }
     between = ("rope", "core", "residual", "activation", "loss", "experts_gate_up")

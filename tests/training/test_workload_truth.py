@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.ranks_pool import Pool
 from tests.selected import parameters, slowly
-from tests.training.workload_cases import CASES, DDP, GPIPE, WITH_ROOT
+from tests.training.workload_cases import CASES, DDP, GPIPE, WITH_LORA, WITH_ROOT
 from tests.training.workload_on_ranks import sent_by_all
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -21,13 +21,14 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.model.ops import Phase
 from stepmark.step.workload import CommOp, Workload
 from stepmark.workloads.pipeline import WITH_MICROBATCH, Act
-from stepmark.workloads.rules.pytorch import ddp, fsdp, schedules
+from stepmark.workloads.rules.pytorch import rule, schedules
 from stepmark.workloads.rules.pytorch.case import (
     job_of,
     of_case,
     settings_of,
 )
 from stepmark.workloads.rules.pytorch.schedules import Order, Schedule
+from stepmark.workloads.rules.pytorch.settings import StageEnds
 
 # collective, dtype, call bytes, message bytes, members, peer, phase
 Row = list[Any]
@@ -51,11 +52,12 @@ def recorded(request: pytest.FixtureRequest) -> dict[int, Recorded]:
 
 def generated(case: TrainCase, name: str = "") -> Workload:
     if name in DDP:
-        made = ddp.workload(job_of(case), replace(settings_of(case, ddp.Ddp), **DDP[name]))
+        made = rule.workload(job_of(case), replace(settings_of(case), **DDP[name]))
+    elif name in WITH_LORA:
+        settings = replace(settings_of(case), lora_rank=WITH_LORA[name])
+        made = rule.workload(job_of(case), settings)
     elif name in WITH_ROOT:
-        made = fsdp.workload(
-            job_of(case), replace(settings_of(case, fsdp.Fsdp), ends=fsdp.StageEnds.ROOT)
-        )
+        made = rule.workload(job_of(case), replace(settings_of(case), ends=StageEnds.ROOT))
     else:
         made = of_case(replace(case, pp_schedule="gpipe") if name in GPIPE else case)
     made.check()

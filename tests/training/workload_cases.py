@@ -6,7 +6,7 @@ from typing import Any
 from tests.training.curves import DEEPSEEK, LLAMA, MIXTRAL, SHORT, SHORT_GPT2, spread
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import GradSync, Precision, Recompute
+from stepmark.cases.training import Fp8, GradSync, Precision, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig
 from stepmark.model.parallel import StageSplit, TpPlan
@@ -27,6 +27,8 @@ MASTER: dict[str, Any] = {"precision": Precision.MASTER}
 FULL: dict[str, Any] = {"recompute": Recompute.FULL}
 INTERLEAVED: dict[str, Any] = {"pp_schedule": "interleaved"}
 WHOLE: dict[str, Any] = {"tp_plan": TpPlan.WHOLE}
+FP8: dict[str, Any] = {**AMP, "fp8": Fp8.TENSORWISE}
+GATHERED: dict[str, Any] = {**FP8, "fp8_all_gather": True}
 BUCKETS: dict[str, Any] = {"bucket_mb": 1, "small_first_bucket": False, "bucket_view": True}
 
 
@@ -50,6 +52,15 @@ DDP: dict[str, dict[str, Any]] = {
     "ddp finding unused": {"init_sync": True, "find_unused_parameters": True},
 }
 
+# Frozen, with adapters of this rank.
+WITH_LORA = {
+    "ddp of adapters": 4,
+    "fsdp of adapters": 4,
+    "fsdp of adapters, once": 4,
+    "hsdp of adapters": 8,
+    "1f1b x fsdp of adapters": 4,
+}
+
 # The embedding and the output in the model's own group.
 WITH_ROOT = ("fsdp with a root", "1f1b x fsdp with a root")
 
@@ -65,6 +76,18 @@ CASES: dict[int, dict[str, TrainCase]] = {
             SHORT, "fsdp", {"embedding_in_backward": False}, dp_shard=2
         ),
         "fsdp with a root": made(SHORT, "fsdp", AMP, TWICE, dp_shard=2),
+        "fsdp of fp8": made(SHORT, "fsdp", FP8, dp_shard=2),
+        "fsdp gathered in fp8": made(SHORT, "fsdp", GATHERED, TWICE, dp_shard=2),
+        "fsdp gathered in fp8 with the head": made(
+            SHORT, "fsdp", GATHERED, {"fp8_head": True}, dp_shard=2
+        ),
+        "ddp of adapters": made(WIDE, "ddp", AMP, dp_replicate=2),
+        "fsdp of adapters": made(LLAMA, "fsdp", AMP, TWICE, dp_shard=2),
+        "fsdp of adapters, once": made(
+            SHORT, "fsdp", FULL, {"embedding_in_backward": False}, dp_shard=2
+        ),
+        "tp of autocast": made(HEADS, "none", AMP, tp=2),
+        "tp of fp8": made(HEADS, "none", FP8, tp=2),
         "tp of whole logits": made(HEADS, "none", TWICE, WHOLE, tp=2),
         "1f1b": made(SHORT, "none", parts(4), pp=2),
         "interleaved": made(LLAMA, "none", INTERLEAVED, parts(8), pp=2),
@@ -84,6 +107,10 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "fsdp prefetch 3": made(AHEAD, "fsdp", {"prefetch": 3}, dp_shard=4),
         "hsdp": made(SHORT, "fsdp", AMP, LAST, dp_replicate=2, dp_shard=2),
         "fsdp x tp": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
+        "fsdp of fp8 x tp": made(HEADS, "fsdp", FP8, dp_shard=2, tp=2),
+        "fsdp gathered in fp8 x tp": made(HEADS, "fsdp", GATHERED, dp_shard=2, tp=2),
+        "hsdp of adapters": made(ODD, "fsdp", AMP, dp_replicate=2, dp_shard=2),
+        "1f1b x fsdp of adapters": made(LLAMA, "fsdp", AMP, parts(4), pp=2, dp_shard=2),
         "fsdp x tp, tied": made(TIED, "fsdp", FULL, dp_shard=2, tp=2),
         "fsdp x tp of whole logits": made(HEADS, "fsdp", AMP, WHOLE, dp_shard=2, tp=2),
         "tp with masters": made(HEADS, "none", MASTER, TWICE, tp=4),

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from tests.training.curves import _batches
-from tests.training.workload_cases import CASES, DDP, GPIPE, WITH_ROOT
-from torch import Tensor
+from tests.training.workload_cases import CASES, DDP, GPIPE, WITH_LORA, WITH_ROOT
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -66,6 +66,15 @@ class Told:
     def __init__(self) -> None:
         self.recorder = Recorder(is_pipeline=False)
         self.changes: dict[str, Any] = {}  # to how DDP is called
+        self.rank: int | None = None  # of adapters
+        narrowed = parallelize.precision.apply_fp8
+
+        def built(model: nn.Module, case: TrainCase) -> None:
+            narrowed(model, case)
+            if self.rank:
+                adapt(model, self.rank)
+
+        parallelize.precision.apply_fp8 = built
         self.fsdp = parallelize._fsdp
         wrapped = parallelize.DistributedDataParallel  # type: ignore[attr-defined]
         parallelize.DistributedDataParallel = (  # type: ignore[attr-defined]
@@ -110,6 +119,27 @@ def of_root(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
     for block in model.blocks.values():
         fully_shard(block, mesh=meshes.data(), mp_policy=policy)
     fully_shard(model, mesh=meshes.data(), mp_policy=policy)
+
+
+class Adapted(nn.Linear):
+    """A linear layer with an adapter beside it, as torchtitan's: components/lora.py."""
+
+    lora_a: nn.Linear
+    lora_b: nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted: Tensor = self.lora_b(self.lora_a(x))
+        return super().forward(x) + 2 * adapted
+
+
+def adapt(model: nn.Module, rank: int) -> None:
+    """Freeze the model, and put adapters beside the linear layers of its blocks."""
+    model.requires_grad_(requires_grad=False)
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and not name.endswith(("head", "router")):
+            module.lora_a = nn.Linear(module.in_features, rank, bias=False)
+            module.lora_b = nn.Linear(rank, module.out_features, bias=False)
+            module.__class__ = Adapted
 
 
 def evenly(self: Experts, x_NC: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,6 +191,7 @@ def sent_by_all(ranks: Ranks, names: list[str]) -> dict[str, list[list[Row]]]:
             ScheduleGPipe if name in GPIPE else Schedule1F1B
         )
         told.changes = DDP.get(name, {})
+        told.rank = WITH_LORA.get(name)
         parallelize._fsdp = of_root if name in WITH_ROOT else told.fsdp
         by_rank = ranks.gather(sent(case, ranks, told))
         found[name] = [step for _, step in by_rank]

@@ -54,6 +54,10 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         EXPERTS
         | {"world_size": 8, "ep": 4, "tp": 2, "sequence_parallel": True}
         | {"moe_router_load_balancing_type": "global_aux_loss"},
+        DENSE | {"world_size": 8, "tp": 2, "gbs": 8, "fp8_format": "hybrid"} | SHARDED,
+        DENSE
+        | {"world_size": 8, "gbs": 8, "fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
+        | {"first_last_layers_bf16": True},
     ],
     "deepspeed": [
         SHALLOW | {"world_size": 4, "stage3_prefetch_bucket_size": 10_000} | STAGE3,
@@ -62,12 +66,26 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         SHALLOW | {"world_size": 4, "stage": 2} | SLICED,
         SHALLOW | {"world_size": 4, "stage": 1, "gradient_clipping": 0.0},
     ],
+    "pytorch": [
+        DENSE | {"world_size": 8, "lora_rank": 8},
+        DENSE | {"world_size": 8, "gbs": 32},
+        DENSE | {"world_size": 8, "tp": 2, "dp_replicate": 2, "gbs": 32},
+        DENSE | {"world_size": 8, "pp": 4, "gbs": 32},
+        DENSE | {"world_size": 8, "pp": 2, "gbs": 32, "pp_schedule": "interleaved"},
+        DENSE | {"world_size": 8} | BLOCKS,
+        DENSE | {"world_size": 8, "precision": "fp8"},
+        DENSE | {"dp_replicate": 8, "gbs": 32},
+        DENSE | {"dp_replicate": 8, "param_dtype": "bf16"},
+        {"model": "gpt2-124m", "dp_replicate": 8},
+        DENSE | {"world_size": 2, "tp": 2, "param_dtype": "bf16"},
+    ],
     "fsdp": [
         DENSE | {"world_size": 8, "gbs": 32},
         DENSE | {"world_size": 8, "tp": 2, "dp_replicate": 2, "gbs": 32},
         DENSE | {"world_size": 8, "pp": 4, "gbs": 32},
         DENSE | {"world_size": 8, "pp": 2, "gbs": 32, "pp_schedule": "interleaved"},
         DENSE | {"world_size": 8, "ends": "apart"},
+        DENSE | {"world_size": 8, "precision": "fp8"},
         DENSE | {"world_size": 8} | BLOCKS,
     ],
     "ddp": [
@@ -122,6 +140,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 WITHOUT_EFFECT = {
     "allgather_bucket_size": "DeepSpeed 0.19.8 gathers all weights in one call; help says so",
     "account_for_loss_in_pipeline_split": "a last stage has one layer less without it, too",
+    "fp4_recipe": "there is one",
 }
 # Options of any framework: the job, and a value of each.
 MEGATRON = {"framework": "megatron", "world_size": 8, "gbs": 32}
@@ -161,6 +180,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "gbs": (DENSE | MEGATRON, 64),
     "mbs": (DENSE | MEGATRON, 2),
     "dtype": (DENSE | MEGATRON, "fp16"),
+    "precision": (DENSE | MEGATRON, "fp8"),
     "framework": (DENSE | {"world_size": 8}, "fsdp"),
 }
 OUTPUT = {
@@ -209,7 +229,7 @@ OF_STEP: dict[str, tuple[Any, ...]] = {
     "grad_accum": ("2",),
     "grad_sync": ("last",),
     "clip": ("0",),
-    "precision": ("master", "bf16", "fp32"),
+    "precision": ("master", "bf16", "fp32", "mxfp8", "nvfp4"),
     "reduce_dtype": ("bf16", "fp32"),
     "fp8": (True,),
     "ac": ("full", "selective", "1/2"),

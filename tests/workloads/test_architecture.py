@@ -13,15 +13,23 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepmark.cases.training import Recompute
+from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Attention, CrossEntropy, Gemm, Phase
 from stepmark.model.parallel import ParallelConfig
+from stepmark.model.product_precision import Recipe, by_recipe
+from stepmark.step.layout import is_cast
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Workload
-from stepmark.workloads.architecture import Architecture, Batch, OwnJob, unit
+from stepmark.workloads.architecture import Architecture, Batch, OwnJob, unit, weights_first
 from stepmark.workloads.published import PUBLISHED, gpt_j
+from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.deepspeed import rule as zero
 from stepmark.workloads.rules.deepspeed.settings import DeepSpeed
-from stepmark.workloads.rules.pytorch import ddp, fsdp
+from stepmark.workloads.rules.pytorch import rule
+from stepmark.workloads.rules.pytorch.settings import StageEnds
+
+FSDP = RULES["fsdp"].make
+DDP = RULES["ddp"].make
 
 
 def shapes(made: Architecture) -> list[tuple[int, ...]]:
@@ -145,8 +153,8 @@ def padded(ranks: int) -> int:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("micro", [1, 5])
 def test_fsdp_gathers_and_scatters_parameters_and_padding(ranks: int, micro: int) -> None:
-    settings = fsdp.Fsdp(ends=fsdp.StageEnds.ROOT)
-    made = fsdp.workload(job(mine(BATCH), ranks, micro=micro), settings)
+    settings = FSDP(ends=StageEnds.ROOT)
+    made = rule.workload(job(mine(BATCH), ranks, micro=micro), settings)
     made.check()
     root = -(-101 // ranks) * ranks * 17 * 2
     assert sent(made) == {
@@ -163,7 +171,7 @@ def test_fsdp_gathers_and_scatters_parameters_and_padding(ranks: int, micro: int
 def test_each_layer_of_fsdp_is_a_group_and_so_are_the_ends(
     ends: str, groups: list[int | None]
 ) -> None:
-    made = fsdp.workload(job(mine(BATCH), 2), fsdp.Fsdp(ends=fsdp.StageEnds(ends)))
+    made = rule.workload(job(mine(BATCH), 2), FSDP(ends=StageEnds(ends)))
     scattered = [
         op.layer
         for op in made.expand()
@@ -173,7 +181,7 @@ def test_each_layer_of_fsdp_is_a_group_and_so_are_the_ends(
 
 
 def test_replicas_of_fsdp_reduce_their_shards() -> None:
-    made = fsdp.workload(job(mine(BATCH), 2, replicas=3), fsdp.Fsdp())
+    made = rule.workload(job(mine(BATCH), 2, replicas=3), FSDP())
     assert sent(made)["all_reduce", "replicate"] == padded(2) // 2
 
 
@@ -183,7 +191,7 @@ def test_ddp_reduces_every_parameter_once(micro: int, bucket_mb: int) -> None:
     wide = unit("layers", BATCH.linear("mlp", 1024, 1024, bias=True), times=6)
     made = Architecture(name="wide", units=(wide,))
     asked = job(made, 1, replicas=4, micro=micro)
-    found = ddp.workload(asked, ddp.Ddp(bucket_cap_mb=bucket_mb))
+    found = rule.workload(asked, DDP(bucket_cap_mb=bucket_mb))
     found.check()
     assert sent(found) == {("all_reduce", "ddp"): micro * made.num_params}
 
@@ -213,12 +221,10 @@ def lines(made: Workload) -> list[str]:
 
 def test_messages_of_gpt_j_are_pytorchs() -> None:
     real = json.loads((DATA / "messages.json").read_text())
-    settings = fsdp.Fsdp(clip=False, ends=fsdp.StageEnds.ROOT)
-    made = fsdp.workload(job(tiny_gpt_j(64), 2), settings)
+    settings = FSDP(clip=False, ends=StageEnds.ROOT)
+    made = rule.workload(job(tiny_gpt_j(64), 2), settings)
     assert lines(made) == real["fsdp"]
-    made = ddp.workload(
-        job(tiny_gpt_j(1024), 1, replicas=2), ddp.Ddp(autocast=False, clip=False)
-    )
+    made = rule.workload(job(tiny_gpt_j(1024), 1, replicas=2), DDP(autocast=False, clip=False))
     # An architecture has no buffers.
     assert lines(made) == [line for line in real["ddp"] if "broadcast" not in line]
 
@@ -229,8 +235,8 @@ def test_a_tied_table_is_one_tensor(framework: str) -> None:
     assert made.num_params == PARAMS - 101 * 17
     asked = job(made, *((1,) if framework == "ddp" else (2,)), replicas=2)
     settings = {
-        "fsdp": lambda: fsdp.workload(asked, fsdp.Fsdp(ends=fsdp.StageEnds.APART)),
-        "ddp": lambda: ddp.workload(asked, ddp.Ddp()),
+        "fsdp": lambda: rule.workload(asked, FSDP(ends=StageEnds.APART)),
+        "ddp": lambda: rule.workload(asked, DDP()),
         "deepspeed": lambda: zero.workload(asked, DeepSpeed(stage=2)),
     }
     found = settings[framework]()
@@ -248,7 +254,7 @@ def test_a_backward_pass_goes_the_other_way_round() -> None:
     table, block, head = mine(BATCH, layers=1).units
     last = unit("last", BATCH.norm("last", 17))
     made = Architecture(name="mine", units=(table, block, last, head))
-    found = ddp.workload(job(made, 1), ddp.Ddp(autocast=False))
+    found = rule.workload(job(made, 1), DDP(autocast=False))
     ops = [op for op in found.expand() if isinstance(op, ComputeOp)]
     assert [(op.module, str(op.phase)) for op in ops if op.phase is not Phase.OPTIM] == [
         ("table", "fwd"),
@@ -279,8 +285,8 @@ def test_computation_is_the_architectures(framework: str) -> None:
     made = PUBLISHED["gpt-j-6b"](Batch(mbs=2, seq_len=64))
     asked = job(made, 4)
     found = {
-        "fsdp": lambda: fsdp.workload(asked, fsdp.Fsdp()),
-        "ddp": lambda: ddp.workload(asked, ddp.Ddp()),
+        "fsdp": lambda: rule.workload(asked, FSDP()),
+        "ddp": lambda: rule.workload(asked, DDP()),
         "deepspeed": lambda: zero.workload(asked, DeepSpeed()),
     }[framework]()
     wanted = Counter[tuple[object, Phase, str]]()
@@ -301,7 +307,7 @@ def test_computation_is_the_architectures(framework: str) -> None:
 
 def test_recomputation_stops_before_the_last_product() -> None:
     asked = job(PUBLISHED["gpt-j-6b"](BATCH), 4)
-    found = fsdp.workload(asked, fsdp.Fsdp(recompute=Recompute.FULL))
+    found = rule.workload(asked, FSDP(recompute=Recompute.FULL))
     again = [op.module for op in found.expand() if isinstance(op, ComputeOp) and op.recompute]
     assert len(again) == 28 * 9
     assert again[:9] == [
@@ -352,10 +358,10 @@ def test_a_norm_after_the_last_product_needs_its_result_again() -> None:
             counts.append(counter.get_total_flops())
         num_again[name] = (counts[1] - counts[0]) // (2 * 8 * 16 * 64)
     assert num_again == {"plain": 1, "post": 2}
-    found = fsdp.workload(job(post_norm(BATCH), 4), fsdp.Fsdp(recompute=Recompute.FULL))
+    found = rule.workload(job(post_norm(BATCH), 4), FSDP(recompute=Recompute.FULL))
     again = [op.module for op in found.expand() if isinstance(op, ComputeOp) and op.recompute]
     assert again == 2 * ["up", "gelu", "down", "residual", "norm"]
-    selective = fsdp.workload(job(post_norm(BATCH), 4), fsdp.Fsdp(recompute=Recompute.OPS))
+    selective = rule.workload(job(post_norm(BATCH), 4), FSDP(recompute=Recompute.OPS))
     again = [
         op.module for op in selective.expand() if isinstance(op, ComputeOp) and op.recompute
     ]
@@ -370,7 +376,7 @@ def test_an_encoder_and_a_decoder_are_layers_one_after_the_other() -> None:
         unit("decoder", BATCH.linear("mlp", 32, 32), times=2),
     ]
     made = Architecture(name="both", units=tuple(units))
-    found = fsdp.workload(job(made, 2), fsdp.Fsdp())
+    found = rule.workload(job(made, 2), FSDP())
     layers = {
         op.layer for op in found.expand() if isinstance(op, ComputeOp) and op.module == "mlp"
     }
@@ -406,3 +412,15 @@ def test_what_cannot_be_is_refused_in_one_line(wrong: Callable[[], object]) -> N
     with pytest.raises(ConfigError) as raised:
         wrong()
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("recipe", Recipe)
+def test_linear_layers_are_narrow_unless_they_say_otherwise(recipe: Recipe) -> None:
+    batch = Batch(mbs=1, seq_len=64, products=by_recipe(recipe))
+    for narrow in (True, False):
+        layer = batch.linear("mlp", 64, 64, narrow=narrow)
+        dtypes = {op.op.dtype for op in layer.work if isinstance(op.op, Gemm)}
+        assert dtypes == {batch.products.dtype if batch.products and narrow else DType.BF16}
+    first = weights_first(batch.linear("mlp", 64, 64).bwd)
+    assert [is_cast(op) for op in first] == [True, False, False]
+    assert [op.phase for op in first[1:]] == [Phase.WGRAD, Phase.DGRAD]

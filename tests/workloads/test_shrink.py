@@ -10,9 +10,10 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.step.rank_program import check_ends, communicators
 from stepmark.step.workload import CommOp, Workload
 from stepmark.workloads.job import Job
+from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron.rule import Megatron
 from stepmark.workloads.rules.megatron.rule import workload as megatron
-from stepmark.workloads.rules.pytorch import fsdp
+from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.shrink import shrunk
 
 
@@ -20,7 +21,7 @@ def made(**axes: int) -> Workload:
     job = Job(
         model=find_model("llama-3.1-8b").tiny(), parallel=ParallelConfig(**axes), mbs=1, gbs=48
     )
-    return fsdp.workload(job, fsdp.Fsdp())
+    return rule.workload(job, RULES["fsdp"].make())
 
 
 @pytest.mark.parametrize(

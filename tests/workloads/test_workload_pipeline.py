@@ -17,9 +17,10 @@ from stepmark.step.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage
 from stepmark.step.workload_stages import num_steady, shortened
 from stepmark.workloads import workload_page, workload_pipeline
 from stepmark.workloads.job import Job
+from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron import rule as megatron
 from stepmark.workloads.rules.megatron.settings import Megatron
-from stepmark.workloads.rules.pytorch import fsdp, plain
+from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 from stepmark.workloads.workload_pipeline import Chart, chart_of
 from stepmark.workloads.workload_pipeline import spans as spans_of
@@ -171,7 +172,7 @@ def test_transfers_within_a_stage_are_no_transfers_between_stages() -> None:
 def test_what_follows_the_last_backward_pass_is_no_other_one() -> None:
     model = replace(find_model("llama-3.1-8b").tiny(), num_layers=4)
     ranks = ParallelConfig(pp=2, dp_shard=2)
-    sharded = fsdp.workload(Job(model=model, parallel=ranks, gbs=6), fsdp.Fsdp())
+    sharded = rule.workload(Job(model=model, parallel=ranks, gbs=6), RULES["fsdp"].make())
     assert workload_pipeline.lines(sharded) == workload_pipeline.lines(job(2, 3))
     both = tuple(replace(worked(0), microbatch=one) for one in (None, 0, 1))
     alone = drawn(pair((*both, moved(SEND), replace(worked(0), microbatch=None)), (worked(0),)))
@@ -189,9 +190,9 @@ def test_shards_change_nothing_of_a_pipelines_figure(
     asked: dict[str, Any] = {"pp_schedule": schedule, "pp_microbatches": per_pass}
     ranks = ParallelConfig(pp=4, **axes)
     shards = Job(model=model, parallel=ranks, gbs=8 * ranks.data_ranks)
-    sharded = drawn(fsdp.workload(shards, fsdp.Fsdp(**asked)))
+    sharded = drawn(rule.workload(shards, RULES["fsdp"].make(**asked)))
     whole = Job(model=model, parallel=ParallelConfig(pp=4), gbs=8)
-    alone = drawn(plain.workload(whole, plain.Pp(**asked)))
+    alone = drawn(rule.workload(whole, RULES["pp"].make(**asked)))
     assert [*sharded.timeline] == [*alone.timeline]
     assert sharded.idle_percent == alone.idle_percent
     if schedule is not Schedule.INTERLEAVED:

@@ -108,8 +108,9 @@ def workload(
     """Generate what one training step computes and sends.
 
     model: a name, a config.json, or FILE.py:function; without one, its widths. framework:
-    megatron, deepspeed, fsdp, ddp, tp, pp or dlrm. options: those of `stepmark workload
-    generate`, e.g. world_size=8, tp=2, mbs=1; `options("workload", framework)` lists them.
+    megatron, deepspeed, pytorch (also fsdp, ddp, tp, pp) or dlrm. options: those of `stepmark
+    workload generate`, e.g. world_size=8, tp=2, mbs=1; `options("workload", framework)` lists
+    them.
     """
     cls = workload_flags.options_class(find_rule(framework), has_ignored=False)
     for name in options.keys() - names_of(cls).keys():

@@ -23,6 +23,9 @@ from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan, stage_la
 
 Count = Annotated[int, between(1, 65536)]
 Groups = Annotated[int, between(1, 1024)]
+# Types of linear layers' products over AMP, as --precision names them, and their recipes.
+NARROW = {"fp8": Fp8.TENSORWISE, "mxfp8": Fp8.MXFP8, "nvfp4": Fp8.NVFP4}
+PrecisionName = Annotated[str, words_of(*Precision, *NARROW)]
 CompileMode = Annotated[
     str, words_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ]
@@ -100,8 +103,8 @@ class TrainCase:
         Role.SETTING,
         Precision.AMP,
         "amp: fp32 weights, autocast to bf16; master: bf16 weights, whose fp32 copies the "
-        "optimizer updates [amp; fp32 on a CPU]",
-        reads=Precision,
+        "optimizer updates; fp8, mxfp8, nvfp4: amp with linear layers in it [amp; CPU: fp32]",
+        reads=PrecisionName,
         group="Precision",
         rare=False,
         varies=True,
@@ -320,6 +323,8 @@ class TrainCase:
     @property
     def dtype(self) -> DType:
         """Return the type of the products, which determines the peak."""
+        if self.fp8 in (Fp8.MXFP8, Fp8.NVFP4):
+            return DType(self.fp8.value)
         if self.fp8 is not Fp8.NONE:
             return DType.FP8_E4M3
         return DType.FP32 if self.precision is Precision.FP32 else DType.BF16

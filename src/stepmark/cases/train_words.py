@@ -28,7 +28,9 @@ def calibrates(case: TrainCase) -> str:
 def techniques(case: TrainCase) -> str:
     """Return the precision, and every technique that is on or differs from its default."""
     words = [case.precision.value]
-    words += [] if case.fp8 is Fp8.NONE else [f"fp8 {fp8_text(case)}"]
+    if case.fp8 is not Fp8.NONE:
+        is_block_format = case.dtype.is_block_format
+        words.append(fp8_text(case) if is_block_format else f"fp8 {fp8_text(case)}")
     words += [] if case.compile is CompileScope.NONE else [f"compile {compile_text(case)}"]
     if case.recompute is not Recompute.NONE:
         is_selective = case.recompute is Recompute.OPS
@@ -51,7 +53,7 @@ def recompute_text(case: TrainCase) -> str:
 
 
 def compile_text(case: TrainCase) -> str:
-    """Return none, block or model, with the mode if it is not the default one."""
+    """Return what is compiled, with the mode if it is not the default one."""
     mode = case.compile_mode
     plain = case.compile is CompileScope.NONE or mode == "default"
     return case.compile.value if plain else f"{case.compile.value} {mode}"

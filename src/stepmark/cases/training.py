@@ -26,20 +26,32 @@ class Precision(StrEnum):
 
 
 class Fp8(StrEnum):
-    """Recipe of the linear layers' products."""
+    """Recipe of the linear layers' products in FP8 and narrower types."""
 
     NONE = "none"
     TENSORWISE = "tensorwise"  # torchao, one dynamic scale per tensor
     ROWWISE = "rowwise"  # torchao, one dynamic scale per row
     TE = "te"  # TransformerEngine, delayed scaling
+    MXFP8 = "mxfp8"  # torchao, one power of two per 32 elements
+    NVFP4 = "nvfp4"  # TransformerEngine, one e4m3 factor per 16 elements
 
 
 class CompileScope(StrEnum):
-    """Scope that torch.compile compiles as one graph."""
+    """What torch.compile compiles, each as one graph."""
 
     NONE = "none"
     BLOCK = "block"  # each block, and the head with the loss
+    LAYERS = "layers"  # each block: head and loss stay eager, as torchtitan's once did
+    LOSS = "loss"  # the head with the loss: no logits in fp32, as fused losses have none
     MODEL = "model"
+
+    @property
+    def has_blocks(self) -> bool:
+        return self not in (CompileScope.NONE, CompileScope.LOSS)
+
+    @property
+    def has_head(self) -> bool:
+        return self not in (CompileScope.NONE, CompileScope.LAYERS)
 
 
 class Recompute(StrEnum):
@@ -94,6 +106,10 @@ class Training:
     first_s: float = 0.0  # host seconds of the first sample, which compiles; slowest rank
     allocated_bytes: tuple[int | None, ...] = ()  # peak, by rank, after the first sample
     reserved_bytes: tuple[int | None, ...] = ()
+    held_bytes: tuple[int | None, ...] = ()  # allocated between steps; () in older records
+    # Used on the device beyond what torch reserves: context, kernels, NCCL's buffers, and what
+    # other processes use.
+    outside_bytes: tuple[int | None, ...] = ()
     resident_bytes: tuple[int | None, ...] = ()  # of the process on a CPU; None: unknown
     alloc_retries: tuple[int, ...] = ()  # cudaMalloc failed and the cache was flushed
     recompiles: int = 0  # after the first sample, any rank

@@ -35,4 +35,5 @@ def command(words: list[str]) -> Command:
         f"{_DOC}. The job is described as in `workload generate`; these are {name}'s settings.",
         "predict llama-3.1-70b --framework megatron --nproc 256 --tp 4 --pp 4 --device h100",
         "predict llama-3.1-8b --framework deepspeed --zero-stage 3 --nproc 64 --device a100",
+        "predict llama-3.1-8b --framework pytorch --nproc 64 --tp 2 --device h100",
     )

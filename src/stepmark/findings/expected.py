@@ -1,7 +1,7 @@
-"""Expected times of messages, from a measured curve of the same collective and ranks."""
+"""Expected times of messages: from a measured curve of as many ranks, or by a network."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 
@@ -9,8 +9,10 @@ from stepmark.cases.comm_curve import ABOVE, BELOW, Curve
 from stepmark.cases.message import RECV, SEND, Histogram, MessageKind
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, busbw_factor
+from stepmark.model.network import Network
 
 SCALED = "other number of ranks"
+BY_NETWORK = "network"
 # One side of a pair is compared with a pair's transfer, else with the ring of sends.
 _PAIRS = ("p2p", "sendrecv")
 
@@ -48,6 +50,29 @@ def expected(
         collectives = sorted({kind.collective for kind in histogram})
         allowed = f"times of {', '.join(collectives)}; it has {', '.join(names) or 'none'}"
         raise ConfigError("curve", _sources(curves), allowed)
+    return times
+
+
+def by_network(
+    histogram: Histogram,
+    groups: Mapping[MessageKind, Collection[tuple[int, ...]]],
+    network: Network,
+) -> dict[MessageKind, Expected]:
+    """Return the times of kinds whose size and ranks are known.
+
+    groups: ranks between which a kind is sent; of several the slowest counts. Raises
+    ConfigError where the network does not join them.
+    """
+    times = {}
+    for kind in histogram:
+        known = [ranks for ranks in groups.get(kind, ()) if len(ranks) > 1]
+        name = Collective.SENDRECV if _is_side(kind) else kind.collective
+        if kind.message_bytes and known and name in (*Collective,):
+            seconds = max(
+                network.time_s(name, kind.message_bytes, network.placement(ranks))
+                for ranks in known
+            )
+            times[kind] = Expected(seconds=seconds, mark=BY_NETWORK)
     return times
 
 

@@ -9,6 +9,10 @@ class DType(StrEnum):
     """Element type of an operator's inputs or of a message.
 
     TF32 is fp32 storage on tf32 matrix units. Integers are types of messages, not of operators.
+    Block formats have the scale factors of their blocks beside the elements, and are types of
+    matrix products alone. MXFP8: e4m3, a one-byte power of two (e8m0) per 32 elements along a
+    row (OCP Microscaling Formats, version 1.0, section 5.2). NVFP4: e2m1, an e4m3 factor per 16
+    elements and an fp32 one per tensor (TransformerEngine, common/recipe, NVFP4BlockScaling).
     """
 
     FP64 = "fp64"
@@ -18,6 +22,8 @@ class DType(StrEnum):
     FP16 = "fp16"
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
     INT8 = "int8"
     UINT8 = "uint8"
     INT32 = "int32"
@@ -27,12 +33,28 @@ class DType(StrEnum):
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of one stored element."""
+        """Return the bytes of one stored element, which a block format does not have."""
         return _ITEMSIZE[self]
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the bytes of a tensor, with the scale factors of a block format."""
+        if self not in _BLOCK:
+            return numel * self.itemsize
+        bits, block, tensor_bytes = _BLOCK[self]
+        return -(-numel * bits // 8) + -(-numel // block) + tensor_bytes
 
     @property
     def is_fp8(self) -> bool:
         return self in (DType.FP8_E4M3, DType.FP8_E5M2)
+
+    @property
+    def is_block_format(self) -> bool:
+        return self in _BLOCK
+
+    @property
+    def is_narrow(self) -> bool:
+        """Return whether operands of products are cast to the type from a 16-bit one."""
+        return self.is_fp8 or self.is_block_format
 
     @property
     def is_integer(self) -> bool:
@@ -55,9 +77,14 @@ _ITEMSIZE = {
     DType.UINT64: 8,
 }
 
+# Bits of an element, elements of a block with a factor of one byte, bytes of a tensor's factor.
+_BLOCK = {DType.MXFP8: (8, 32, 0), DType.NVFP4: (4, 16, 4)}
+
 # Types of operators, and types of messages.
 OPERATOR_DTYPES = tuple(dtype for dtype in DType if not dtype.is_integer)
-MESSAGE_DTYPES = tuple(dtype for dtype in DType if dtype is not DType.TF32)
+MESSAGE_DTYPES = tuple(
+    dtype for dtype in DType if dtype is not DType.TF32 and not dtype.is_block_format
+)
 
 # Spellings of PyTorch, Hugging Face, PARAM, Primus, nccl-tests and rccl-tests.
 DTYPE_ALIASES = {

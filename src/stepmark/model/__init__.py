@@ -1,7 +1,7 @@
 """Models and machines: what is known of them without running anything.
 
 - model.py, model_names.py: widths and parameter counts of a transformer; names of models.
-- parallel.py: the degree of each axis of a layout.
+- parallel.py, product_precision.py: degrees of the axes of a layout; fp8 and narrower products.
 - ops/: operators by shape, with FLOPs and bytes.
 - collectives.py: the sizes and bus bandwidths of collectives, and which ranks take part.
 - network.py, systems.py, network_options.py: tiers of links; systems of hosts; options.

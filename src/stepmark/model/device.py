@@ -27,6 +27,7 @@ _FIGURES = (
     "l3_bytes",
     "link_bytes_per_s",
     "link_domain",
+    "pcie_bytes_per_s",
     "tdp_w",
 )
 _REQUIRED = {"names", *_TEXTS, _PEAK, "sources"}
@@ -52,6 +53,7 @@ class DeviceSpec:
     link_kind: str | None = None
     link_bytes_per_s: float | None = None  # per direction, all links of the device
     link_domain: int | None = None  # devices that these links connect; None: those of a host
+    pcie_bytes_per_s: float | None = None  # per direction; of devices that bridges join
     tdp_w: float | None = None
     aliases: tuple[str, ...] = ()  # as people call it
     capability: tuple[int, int] = (0, 0)  # as torch.cuda.get_device_capability has it

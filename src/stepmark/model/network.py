@@ -4,6 +4,7 @@ docs/network.md derives the formulas, with their sources and errors.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -68,36 +69,63 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Ranks of a group: their number, and how many units of each tier they are on."""
+    """Ranks of a group: their number, and how many units of each tier they are on.
+
+    per_unit: of each tier the fewest and the most ranks on a unit; (): equally many on each.
+    """
 
     num_ranks: int
     num_units: tuple[int, ...]
+    per_unit: tuple[tuple[int, int], ...] = ()
+
+    def fewest(self, tier: int) -> float:
+        """Return the ranks of the group on the unit of a tier that has the fewest."""
+        return (
+            self.per_unit[tier][0] if self.per_unit else self.num_ranks / self.num_units[tier]
+        )
+
+    def most(self, tier: int) -> float:
+        """Return the ranks of the group on the unit of a tier that has the most."""
+        return (
+            self.per_unit[tier][1] if self.per_unit else self.num_ranks / self.num_units[tier]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """Tiers from the GPU outwards; ranks lie on them in their order.
 
-    about: why it is this one, in words.
+    num_inner: tiers of links inside a host or NVLink domain, two where bridges join some GPUs
+    of a host and PCIe the others. about: why it is this one, in words.
     """
 
     name: str
     tiers: tuple[Tier, ...]
     gpus_per_host: int
     reduction: Reduction = Reduction.NONE
+    num_inner: int = 1
     about: str = ""
 
     def placement(self, ranks: Sequence[int]) -> Placement:
         """Return where ranks of a group are. Raises ConfigError where no tier joins them."""
-        units = tuple(
-            len({rank // tier.num_gpus for rank in ranks}) if tier.num_gpus else 1
+        counts = [
+            Counter(rank // tier.num_gpus if tier.num_gpus else 0 for rank in ranks)
             for tier in self.tiers
-        )
+        ]
+        units = tuple(map(len, counts))
         if units[-1] > 1:
             size = self.tiers[-1].num_gpus
             allowed = f"one that joins rank {max(ranks)}: its last tier has {size} GPUs"
             raise ConfigError("network", self.name, allowed)
-        return Placement(num_ranks=len(ranks), num_units=units)
+        per_unit = tuple((min(own.values()), max(own.values())) for own in counts)
+        is_even = all(fewest == most for fewest, most in per_unit)
+        return Placement(
+            num_ranks=len(ranks), num_units=units, per_unit=() if is_even else per_unit
+        )
+
+    def num_hosts(self, placement: Placement) -> int:
+        """Return on how many hosts, or NVLink domains, the ranks of the group are."""
+        return placement.num_units[self.num_inner - 1]
 
     def outermost(self, placement: Placement) -> int:
         """Return the index of the tier that joins all ranks of the group."""
@@ -121,14 +149,16 @@ class Network:
         crossed = range(1, self.outermost(placement) + 1)
         ring_s = sum((units[i - 1] - units[i]) * self.tiers[i].hop_s for i in crossed)
         tree_s = sum(math.log2(units[i - 1] / units[i]) * self.tiers[i].hop_s for i in crossed)
-        num_ranks = placement.num_ranks
-        return 1e-6 * latency_us(collective, num_ranks, units[0], 1e6 * ring_s, 1e6 * tree_s)
+        hosts = self.num_hosts(placement)
+        return 1e-6 * latency_us(
+            collective, placement.num_ranks, hosts, 1e6 * ring_s, 1e6 * tree_s
+        )
 
     def transfer_s(self, collective: str, message_bytes: float, placement: Placement) -> float:
         """Return the seconds of the bytes on the slowest of the links that they cross."""
         below = (placement.num_ranks, *placement.num_units)
         return max(
-            _crossing_bytes(collective, message_bytes, placement, index)
+            self._crossing_bytes(collective, message_bytes, placement, index)
             / self._bytes_per_s(index, collective, placement)
             for index in range(self.outermost(placement) + 1)
             if below[index] > below[index + 1]
@@ -137,22 +167,42 @@ class Network:
     def _bytes_per_s(self, index: int, collective: str, placement: Placement) -> float:
         """Return the rate at which a rank sends by the links of a tier."""
         tier = self.tiers[index]
-        num_domains = placement.num_units[0]
-        num_inside = placement.num_ranks // num_domains
-        if index == 0:
+        if index < self.num_inner:
+            num_inside = int(placement.fewest(index))
             kind = _kind(collective)
             has_switches = self.reduction is not Reduction.NONE and num_inside >= _EIGHT
             if kind == "all_reduce" and has_switches and "nvls" in tier.law.shares:
                 kind = "nvls"
             return tier.bytes_per_s * tier.law.share(kind, num_inside)
+        num_hosts = self.num_hosts(placement)
+        num_inside = placement.num_ranks // num_hosts
         if collective in _PAIRS:
-            return min(tier.bytes_per_s, sending_bytes_per_s(placement, tier.bytes_per_s))
+            sending = sending_bytes_per_s(placement.num_ranks, num_inside, tier.bytes_per_s)
+            return min(tier.bytes_per_s, sending)
         if collective != Collective.ALL_REDUCE:
             return tier.bytes_per_s
         # Summed in the switches of the network; or of two domains, which swap their sums.
-        is_tree = self.reduction is Reduction.NVLS and num_domains == 2 <= num_inside
+        is_tree = self.reduction is Reduction.NVLS and num_hosts == 2 <= num_inside
         is_summed = self.reduction is Reduction.SHARP or is_tree
         return tier.bytes_per_s * (2 if is_summed else 1)
+
+    def _crossing_bytes(
+        self, collective: str, message_bytes: float, placement: Placement, index: int
+    ) -> float:
+        """Return the bytes that the busiest rank sends by the links of a tier.
+
+        A ring passes the message on from unit to unit, by the links of all ranks of a unit at
+        the same time, so the unit with the fewest ranks bounds it; an all-to-all sends each
+        rank its part by the links that reach it.
+        """
+        if collective in _PAIRS:
+            return message_bytes
+        num_ranks = placement.num_ranks
+        inside = placement.fewest(index - 1) if index else 1.0
+        if collective in _APART:
+            reached = placement.most(index) if index < self.num_inner else num_ranks
+            return message_bytes * (reached - inside) / num_ranks
+        return message_bytes * busbw_factor(Collective(collective), num_ranks) / inside
 
 
 def _kind(collective: str) -> str:
@@ -161,33 +211,14 @@ def _kind(collective: str) -> str:
     return "pairs" if collective in (*_PAIRS, *_APART) else "gather"
 
 
-def _crossing_bytes(
-    collective: str, message_bytes: float, placement: Placement, index: int
-) -> float:
-    """Return the bytes that a rank sends by the links of a tier.
-
-    A ring passes the message on from unit to unit, by the links of all ranks of a unit at the
-    same time; an all-to-all sends each rank its part by the links that reach it.
-    """
-    if collective in _PAIRS:
-        return message_bytes
-    num_ranks = placement.num_ranks
-    inside = num_ranks / (num_ranks, *placement.num_units)[index]
-    if collective in _APART:
-        reached = num_ranks / placement.num_units[0] if index == 0 else num_ranks
-        return message_bytes * (reached - inside) / num_ranks
-    return message_bytes * busbw_factor(Collective(collective), num_ranks) / inside
-
-
-def sending_bytes_per_s(placement: Placement, nic_bytes_per_s: float) -> float:
-    """Return the rate of send-receive to a peer on another host.
+def sending_bytes_per_s(num_ranks: int, per_host: int, nic_bytes_per_s: float) -> float:
+    """Return the rate of send-receive to a peer on another host, of a group's ranks.
 
     The total of four channels per rank of a host is inferred from published runs of 2 to 80
     ranks, which validation/network_laws.py also scores.
     """
-    per_host = placement.num_ranks // placement.num_units[0]
     total = min(MAX_SEND_CHANNELS, 4 * per_host)
-    return CHANNEL_BYTES_PER_S * send_channels(placement.num_ranks, nic_bytes_per_s, total)
+    return CHANNEL_BYTES_PER_S * send_channels(num_ranks, nic_bytes_per_s, total)
 
 
 def send_channels(num_ranks: int, nic_bytes_per_s: float, total: int) -> int:

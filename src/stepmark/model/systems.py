@@ -1,10 +1,11 @@
 """Systems of hosts and their networks: those of data/networks.toml, and files of users."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from stepmark.model.network import Law, Network, Reduction, Tier
 from stepmark.model.network_options import NetworkChoice, NetworkOptions, parse_bits
 
 IN_HOST = 8  # GPUs
-_CHANGES = ("gpus_per_host", "nics", "nic", "latency", "oversubscription")
+_LEAF = "leaf"
+_OUTSIDE = ("nics", "nic", "latency", "oversubscription")  # of links between hosts
+_CHANGES = ("gpus_per_host", *_OUTSIDE)
 
 
 # Whole numbers but for the last one, from 1 on.
@@ -117,7 +120,7 @@ def find_system(name: str) -> NamedSystem:
     if name.endswith(".toml") or Path(name).is_file():
         return NamedSystem(system=_read(name), name=name)
     others = [alias for system in load_systems().values() for alias in system.aliases]
-    raise not_one_of("network", name, [*load_systems()], "or a TOML file", others)
+    raise not_one_of("network", name, [*load_systems()], " or a TOML file", others)
 
 
 def _read(name: str) -> System:
@@ -145,33 +148,84 @@ def network_of(
         if given.network:
             raise ConfigError("device", device.key, "a device whose links are known")
         return None
-    inside = Tier(
-        name=device.link_kind or "links",
-        num_gpus=device.link_domain or IN_HOST,
-        bytes_per_s=device.link_bytes_per_s,
-        law=law_of_links(device),
-    )
+    inner = _inner(device, IN_HOST)
     reduction = given.reduction
     if reduction is None:
-        reduction = Reduction.NVLS if "nvls" in inside.law.shares else Reduction.NONE
+        reduction = Reduction.NVLS if "nvls" in inner[0].law.shares else Reduction.NONE
+    bridges = ""
+    if device.pcie_bytes_per_s:
+        bridges = f"bridges that join {device.link_domain} GPUs each are assumed, PCIe beyond"
     named = _system_of(device, num_gpus, given)
     if named is None:
         return Network(
             name=device.key,
-            tiers=(inside,),
-            gpus_per_host=inside.num_gpus or IN_HOST,
+            tiers=inner,
+            gpus_per_host=inner[-1].num_gpus or IN_HOST,
             reduction=reduction,
+            num_inner=len(inner),
+            about=f"{device.key}: {bridges}" if bridges else "",
         )
     system = _changed(named.system, given)
-    if not device.link_domain:
-        inside = replace(inside, num_gpus=system.gpus_per_host)
+    inner = _inner(device, system.gpus_per_host)
+    _refuse_unused(system, inner[-1], num_gpus, given)
+    tiers = (*inner, *_outside(system))
+    _check_sizes(tiers, named.name)
+    about = f"{named.name}: {_figures(system)}{named.about}"
     return Network(
         name=named.name,
-        tiers=(inside, *_outside(system)),
+        tiers=tiers,
         gpus_per_host=system.gpus_per_host,
         reduction=reduction,
-        about=f"{named.name}: {_figures(system)}{named.about}",
+        num_inner=len(inner),
+        about=f"{about}; {bridges}" if bridges else about,
     )
+
+
+def _inner(device: DeviceSpec, gpus_per_host: int) -> tuple[Tier, ...]:
+    """Return the links inside a host or domain: the device's, and beyond bridges PCIe."""
+    assert device.link_bytes_per_s
+    links = Tier(
+        name=device.link_kind or "links",
+        num_gpus=device.link_domain or gpus_per_host,
+        bytes_per_s=device.link_bytes_per_s,
+        law=law_of_links(device),
+    )
+    if device.pcie_bytes_per_s is None:
+        return (links,)
+    pcie = replace(
+        links,
+        name="PCIe",
+        num_gpus=gpus_per_host,
+        bytes_per_s=device.pcie_bytes_per_s,
+        law=load_laws()["pcie-bridged"],
+    )
+    return replace(links, num_gpus=min(device.link_domain or 1, gpus_per_host)), pcie
+
+
+def _check_sizes(tiers: Sequence[Tier], name: str) -> None:
+    """Raise ConfigError where units of a tier do not divide those of the next one."""
+    for lower, upper in pairwise(tiers):
+        if lower.num_gpus and upper.num_gpus and upper.num_gpus % lower.num_gpus:
+            size = "leaf_gpus" if upper.name == _LEAF else "gpus_per_host"
+            allowed = f"one whose {size} ({upper.num_gpus}) is a multiple of the"
+            allowed += f" {lower.num_gpus} GPUs that {lower.name} joins"
+            raise ConfigError("network", name, allowed)
+
+
+def _refuse_unused(system: System, inside: Tier, num_gpus: int, given: NetworkOptions) -> None:
+    """Raise ConfigError for an option of links that no message of the job crosses."""
+    joined = num_gpus <= (inside.num_gpus or 0)
+    for name in _OUTSIDE:
+        if getattr(given, name) is not None and joined:
+            allowed = (
+                f"left out: {inside.name} joins all {num_gpus} GPUs of the job, which send "
+                "nothing between hosts"
+            )
+            raise ConfigError(name, getattr(system, name), allowed)
+    leaf = system.leaf_gpus
+    if given.oversubscription is not None and leaf and num_gpus <= leaf:
+        allowed = f"left out: the job's {num_gpus} GPUs are below one leaf switch, of {leaf}"
+        raise ConfigError("oversubscription", f"{given.oversubscription:g}", allowed)
 
 
 def _system_of(device: DeviceSpec, num_gpus: int, given: NetworkOptions) -> NamedSystem | None:
@@ -179,7 +233,7 @@ def _system_of(device: DeviceSpec, num_gpus: int, given: NetworkOptions) -> Name
     if given.network:
         return find_system(given.network)
     is_changed = any(getattr(given, name) is not None for name in _CHANGES)
-    if num_gpus <= (device.link_domain or IN_HOST) and not is_changed:
+    if num_gpus <= (_inner(device, IN_HOST)[-1].num_gpus or IN_HOST) and not is_changed:
         return None
     for name, system in load_systems().items():
         if system.device == device.key:
@@ -194,7 +248,8 @@ def _system_of(device: DeviceSpec, num_gpus: int, given: NetworkOptions) -> Name
 
 def _figures(system: System) -> str:
     """Return what a host has, in words."""
-    text = f"{system.gpus_per_host} GPUs and {system.nics} x {system.nic} a host"
+    gpus = "1 GPU" if system.gpus_per_host == 1 else f"{system.gpus_per_host} GPUs"
+    text = f"{gpus} and {system.nics} x {system.nic} a host"
     if system.oversubscription > 1:
         above = " above a leaf" if system.leaf_gpus else ""
         text += f", oversubscribed {system.oversubscription:g} times{above}"
@@ -208,6 +263,9 @@ def _changed(system: System, given: NetworkOptions) -> System:
         changes["nic"] = f"{8 * given.nic / 1e9:g}G"
     if given.latency is not None:
         changes["latency"] = f"{given.latency!r}s"
+    if given.gpus_per_host and system.leaf_gpus:  # a leaf has ports for as many hosts
+        hosts = system.leaf_gpus // system.gpus_per_host
+        changes["leaf_gpus"] = hosts * given.gpus_per_host
     known = {name: value for name, value in changes.items() if value is not None}
     return replace(system, **known)
 
@@ -225,5 +283,5 @@ def _outside(system: System) -> tuple[Tier, ...]:
     )
     if system.leaf_gpus is None:
         return (whole,)
-    leaf = replace(whole, name="leaf", num_gpus=system.leaf_gpus, bytes_per_s=rate)
+    leaf = replace(whole, name=_LEAF, num_gpus=system.leaf_gpus, bytes_per_s=rate)
     return leaf, replace(whole, name="spine")

@@ -18,6 +18,7 @@ from stepmark.measuring.machine import Machine
 from stepmark.model.ops import FAMILIES, Attention, Cast, Copy, Gemm, Op, Phase, Scaling
 from stepmark.model.ops.backends import BACKENDS, MODULES, Capabilities, unsupported
 from stepmark.model.parallel import ParallelConfig
+from stepmark.model.product_precision import of_operators
 from stepmark.operators.op_options import FamilyOptions, LayerOptions, ModelShapes, OpOptions
 from stepmark.step.layout import Inputs, layout_of, model_as
 from stepmark.workloads.datasets import dataset
@@ -211,7 +212,9 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
     unused = [] if any(model.moe for model in models) else [*_EXPERTS]
     rules = dict.fromkeys(unused, "only for a model with experts")
     if not any(dtype.is_fp8 for dtype in types):
-        rules |= dict.fromkeys(("scaling", "cast"), "only with an fp8 --dtype")
+        rules["scaling"] = "only with an fp8 --dtype"
+    if not any(dtype.is_narrow for dtype in types):
+        rules["cast"] = "only with an fp8 or narrower --dtype"
     for name, rule in rules.items():
         if (value := options.field(name)) not in (None, "none"):
             raise ConfigError(name, value, rule)
@@ -225,10 +228,13 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
                 mbs=_times(mbs, share),
                 # A rank has a part of the sequence where tensor parallelism divides it.
                 seq_len=_times(options.seq_len or model.seq_len, share, grain=axes.tp),
-                dtype=dtype,
+                dtype=DType.BF16 if dtype.is_narrow else dtype,
+                products=of_operators(
+                    dtype,
+                    _member(Scaling, options.field("scaling"), "scaling"),
+                    _member(Cast, options.field("cast"), "cast"),
+                ),
                 skew=_number(options.field("skew"), "skew"),
-                scaling=_member(Scaling, options.field("scaling"), "scaling"),
-                cast=_member(Cast, options.field("cast"), "cast"),
             ),
         )
         for model in models
@@ -345,8 +351,8 @@ def _passes(item: dict[str, Any], options: FamilyOptions) -> Iterator[tuple[Phas
     for phase in phases:
         if phase in dims:
             rows, columns, inner = dims[phase]
-            fp8 = family == "gemm" and item["dtype"].is_fp8
-            layout = "nt" if fp8 else _LAYOUT_OF[phase]
+            is_narrow = family == "gemm" and item["dtype"].is_narrow
+            layout = "nt" if is_narrow else _LAYOUT_OF[phase]
             yield phase, item | {"m": rows, "n": columns, "k": inner, "layout": layout}
 
 

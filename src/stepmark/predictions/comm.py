@@ -97,7 +97,7 @@ class CommCosts:
             self._network.placement([r for r in group.members(start) if r <= last])
             for start in starts
         )
-        return max(placements, key=lambda placement: placement.num_units)
+        return max(placements, key=lambda own: (own.num_units, -own.fewest(0)))
 
 
 def _num_units(group: Group, size: int) -> int | None:

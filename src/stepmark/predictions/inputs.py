@@ -11,7 +11,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.device import DeviceSpec
+from stepmark.model.device import DeviceSpec, load_devices
 from stepmark.model.network import Network
 from stepmark.model.ops import Attention, Bmm, Gemm, GroupedGemm
 from stepmark.predictions.costs import CostOf, first_of
@@ -55,6 +55,7 @@ class Inputs:
     case: TrainCase | None = None
     file: FileTimes | None = None
     times_of_file: bool = False  # they are the costs
+    sends_by_network: bool = False  # but for messages, which a chosen network sends
     host_s: Callable[[Operation], float] = no_host
     host_is_known: bool = False
     gap_s: float = _GAP_S
@@ -78,7 +79,7 @@ class Inputs:
 
     @property
     def peak_flops_per_s(self) -> float | None:
-        """Return the peak of the step's products; FP8's peak is not used."""
+        """Return the peak of the step's products; that of bf16 for narrower ones."""
         if self.device is None:
             return None
         if self.case is not None:
@@ -86,6 +87,28 @@ class Inputs:
         else:
             is_fp32 = {op.dtype for op, _ in self.products} == {DType.FP32}
         return self.device.peak(DType.FP32 if is_fp32 else DType.BF16)
+
+    @property
+    def narrow_dtypes(self) -> tuple[DType, ...]:
+        """Types of products that are narrower than 16 bits, each once."""
+        dtypes: dict[DType, None] = {}
+        for op, _ in self.products:
+            if op.dtype.is_narrow:
+                dtypes[op.dtype] = None
+        return tuple(dtypes)
+
+    def check_products(self) -> None:
+        """Raise ConfigError for products of a type that the device does not multiply."""
+        device = self.device
+        if device is None:
+            return
+        for dtype in self.narrow_dtypes:
+            if device.peak(dtype) is None:
+                names = ", ".join(
+                    key for key, other in load_devices().items() if other.peak(dtype)
+                )
+                allowed = f"a device with a peak of {dtype} products: {names}"
+                raise ConfigError("device", device.key, allowed)
 
     @property
     def tokens(self) -> int | None:

@@ -179,7 +179,8 @@ def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
         return OpCost(time_s={}, num_kernels=0.0, source=source)
 
     def comm_s(op: CommOp, group: Group) -> float:
-        own_s = known_time(op) if inputs.times_of_file else None
+        is_of_file = inputs.times_of_file and not inputs.sends_by_network
+        own_s = known_time(op) if is_of_file else None
         time_s = comm(op, group) if own_s is None else own_s
         fixed_s = min(time_s, comm.latency_s(op, group))
         return fixed_s + (time_s - fixed_s) / inputs.link

@@ -96,6 +96,8 @@ def of_training(
         device_name=device_name,
         compute=sources(device),
     )
+    if run is None:
+        inputs.check_products()
     inputs = calibrated(inputs, run, force=force) if run else inputs
     if options is None:
         with contextlib.suppress(ConfigError):  # of a device without a usual network
@@ -109,6 +111,8 @@ def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
     curves = read_curves(options.curve, options.runs) if options and options.curve else []
     is_on_cpu = inputs.case is not None and inputs.case.device == "cpu"
     network = None
+    names = [field.name for field in fields(NetworkChoice)]
+    given = [name for name in names if getattr(options, name, None) is not None]
     if inputs.device and inputs.num_ranks > 1 and not is_on_cpu:
         known = (*curves, *inputs.curves)
         choice = with_hosts_of(known, inputs.num_ranks, options) if known else options
@@ -117,11 +121,14 @@ def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
             most = max(curve.num_ranks for curve in curves)
             allowed = f"of ranks that {network.name} joins, not of {most}"
             raise ConfigError("curve", options and options.curve, allowed)
-    elif options:
-        for field in fields(NetworkChoice):
-            if getattr(options, field.name) is not None:
-                raise ConfigError(field.name, "given", "only with --device and several ranks")
-    return replace(inputs, network=network, curves=(*curves, *inputs.curves))
+    elif given:
+        raise ConfigError(given[0], "given", "only with --device and several ranks")
+    return replace(
+        inputs,
+        network=network,
+        sends_by_network=bool(given),
+        curves=(*curves, *inputs.curves),
+    )
 
 
 def _run_notes(
@@ -228,6 +235,8 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
         host_is_known=is_timed and file.has_host,
     )
     if path is None:
+        if not is_timed:
+            inputs.check_products()
         return _with_network(inputs, options)
     inputs = _with_network(calibrated(inputs, path, force=options.force), options)
     return replace(inputs, notes=(*inputs.notes, *_origin_notes(path, here)))

@@ -1,24 +1,26 @@
 """A predicted step, and all that is derived from it."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from stepmark.cases.train_case import TrainCase
 from stepmark.cases.train_words import techniques
 from stepmark.ground.units import TFLOP
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.simulation import SteadyStep
 from stepmark.predictions.step import Clock
 from stepmark.step.workload_stages import missing_pipeline
-from stepmark.step_memory import memory
+from stepmark.step_memory import memory, workload_memory
+from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.tables.columns import Row
 from stepmark.timeline.ledger import CONTENTION, TRANSFER, WAITING, Group, Idle, Ledger
 from stepmark.timeline.step_cost import Source
 from stepmark.training import remedies
 
 HOST = "the host"
-_UNCERTAIN_MEMORY = (  # docs/prediction.md
+_CLOSE_MEMORY = (  # docs/prediction.md
     "memory may run out, and torch's allocator then frees its cache in every step: "
     "one such step took 2.4 times its predicted time"
 )
@@ -29,15 +31,17 @@ _ORDER = {group: index for index, group in enumerate(Group)}
 class StepMemory:
     """Predicted memory of the fullest rank.
 
-    verdict: fits, runs out of memory, uncertain, or unknown for a device of unknown size.
-    fitting: options with which a step fits that runs out of memory, "" where none is known.
+    verdict: fits, close, does not fit, or unknown for a device of unknown size. fitting:
+    options with which a step fits that does not, "" where none is known. stages: bytes by
+    purpose of a rank of each pipeline stage, the fullest first.
     """
 
     allocated_bytes: int
-    reserved_bytes: int
+    reserved_bytes: int | None  # None: not estimated
     device_bytes: int | None
-    verdict: str
-    fitting: str
+    verdict: str = "unknown"
+    fitting: str = ""
+    stages: tuple[Mapping[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,27 +77,52 @@ class Prediction:
 
     @cached_property
     def memory(self) -> StepMemory | None:
-        """The memory of a rank; None for a workload, and on a CPU, where torch counts none."""
+        """The memory of a rank; None where it is not derived, as on a CPU."""
         inputs = self.inputs
-        case = self.inputs.case
-        if case is None or case.device != "cuda":
-            return None
         of_sheet = inputs.device.hbm_bytes if inputs.device else None
         device_bytes = inputs.memory_bytes or of_sheet
-        allocated, reserved = memory.calibrated(case, inputs.memory)
-        verdict = "unknown"
-        fitting = ""
-        if device_bytes is not None:
-            verdict = memory.verdict(case, allocated, reserved, device_bytes)
-            if verdict == "runs out of memory":
-                fitting = remedies.what_fits(case, device_bytes, inputs.memory)
-        return StepMemory(
+        if inputs.case is None:
+            return self._of_workload(device_bytes)
+        return (
+            None if inputs.case.device != "cuda" else self._of_case(inputs.case, device_bytes)
+        )
+
+    def _of_case(self, case: TrainCase, device_bytes: int | None) -> StepMemory:
+        measured = self.inputs.memory
+        allocated, reserved = memory.calibrated(case, measured)
+        stages = memory.stage_estimates(case)
+        found = StepMemory(
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             device_bytes=device_bytes,
-            verdict=verdict,
-            fitting=fitting,
+            stages=_rows_of(stages),
         )
+        if device_bytes is None:
+            return found
+        verdict = memory.verdict(case, allocated, reserved, device_bytes)
+        fitting = ""
+        if verdict == memory.NO_FIT:
+            fitting = remedies.what_fits(case, device_bytes, measured)
+        return replace(found, verdict=verdict, fitting=fitting)
+
+    def _of_workload(self, device_bytes: int | None) -> StepMemory | None:
+        workload = self.inputs.workload
+        stages = workload_memory.memory_of(workload)
+        if not stages:
+            return None
+        found = StepMemory(
+            allocated_bytes=stages[0].allocated_bytes,
+            reserved_bytes=stages[0].reserved_bytes or None,
+            device_bytes=device_bytes,
+            stages=_rows_of(stages),
+        )
+        if device_bytes is None:
+            return found
+        verdict = workload_memory.verdict(workload, device_bytes)
+        fitting = ""
+        if verdict == memory.NO_FIT:
+            fitting = workload_memory.what_fits(workload, device_bytes)
+        return replace(found, verdict=verdict, fitting=fitting)
 
     def rows(self) -> list[Row]:
         """Return the lines of the ledgers, which add up to the step of each stage."""
@@ -139,7 +168,7 @@ class Prediction:
             """Return the FLOP/s of each rank in this unit."""
             return tokens_per_s and scale * tokens_per_s * flops_per_token / num_ranks / unit
 
-        is_uncertain = self.memory is not None and self.memory.verdict == "uncertain"
+        is_close = self.memory is not None and self.memory.verdict == memory.CLOSE
         pipeline_is_known = case is not None or not missing_pipeline(inputs.workload)
         return {
             "name": inputs.name,
@@ -178,8 +207,13 @@ class Prediction:
             "sources_s": {str(source): time_s for source, time_s in self.sources.items()},
             "ledger": self.rows(),
             "ledger_parts": self.part_rows(),
-            "notes": [*self.notes, _UNCERTAIN_MEMORY] if is_uncertain else [*self.notes],
+            "notes": [*self.notes, _CLOSE_MEMORY] if is_close else [*self.notes],
         }
+
+
+def _rows_of(stages: Iterable[RankMemory]) -> tuple[Mapping[str, int], ...]:
+    fullest_first = sorted(stages, key=lambda each: -each.allocated_bytes)
+    return tuple({"stage": each.stage, **each.kinds} for each in fullest_first)
 
 
 def shares_pct(ledger: Ledger) -> dict[str, float]:

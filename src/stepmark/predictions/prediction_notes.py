@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from stepmark.cases.training import Fp8
+from stepmark.ground.dtypes import DType
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.prediction import Prediction
 from stepmark.timeline.ledger import Group, Work
@@ -23,7 +23,7 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     yield from _unknown_notes(prediction.unknown)
     yield from _source_notes(prediction)
     if file and inputs.times_of_file:
-        yield file.note()
+        yield file.note(has_messages=not inputs.sends_by_network)
     else:
         yield from _contention_notes(prediction)
     if prediction.spans_hosts:
@@ -101,6 +101,16 @@ def _contention_notes(prediction: Prediction) -> Iterator[str]:
         yield f"{text} ({', '.join(names)}): where they overlap, both take as long as alone"
 
 
+def _peak_note(inputs: Inputs) -> str:
+    """Return which peak MFU is a share of, and by how much that of the products is higher."""
+    dtype = inputs.narrow_dtypes[0]
+    device = inputs.device
+    bf16 = device and device.peak(DType.BF16)
+    own = device and device.peak(dtype)
+    times = f", which is {own / bf16:.3g} times as high" if own and bf16 else ""
+    return f"MFU and HFU are of the bf16 peak, not of the {dtype} peak{times}"
+
+
 def _use_notes(inputs: Inputs, sources: Mapping[Source, float]) -> Iterator[str]:
     """Yield what of the inputs is not used, or stands for what is not known."""
     measured_on = inputs.workload.settings.get("devices")
@@ -108,10 +118,8 @@ def _use_notes(inputs: Inputs, sources: Mapping[Source, float]) -> Iterator[str]
         yield "the workload file's own times are not used"
     if Source.FILE in sources and not inputs.times_of_file and measured_on:
         yield f"the workload file's own times are those of {measured_on}"
-    if inputs.case and inputs.case.fp8 != Fp8.NONE:
-        yield "MFU and HFU are of the bf16 peak, not of the FP8 peak"
-        if Source.ROOFLINE in sources:
-            yield "casts to FP8 take no time by the data sheet: the step takes longer"
+    if inputs.narrow_dtypes:
+        yield _peak_note(inputs)
     if not inputs.host_is_known:
         yield "the host's time is not known: it counts as ahead of the device"
     is_on_gpu = inputs.case is None or inputs.case.device == "cuda"

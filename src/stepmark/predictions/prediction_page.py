@@ -40,6 +40,8 @@ def page(document: Mapping[str, Any], step: SteadyStep) -> Page:
         "calibration": document["calibration"] or "none",
         "compute time": ", ".join(shares),
     }
+    table = list(text.memory_lines(document))
+    memory = [Section("Memory of a rank", [preformatted(*table, is_table=True)])]
     notes = [items(document["notes"])] if document["notes"] else []
     return Page(
         title=f"Prediction: {document['name']}",
@@ -48,6 +50,7 @@ def page(document: Mapping[str, Any], step: SteadyStep) -> Page:
             Section("Prediction", [definitions(results.items()), *warnings]),
             picture(ledgers, ("predicted",), "the step") if one_stage else stages(ledgers),
             *streams(bars(step.timeline()), _NOTE, "stage"),
+            *(memory if table else ()),
             Section("Sources and notes", [definitions(sources.items()), *notes]),
             Section("Lines", [preformatted(*text.ledger_lines(document), is_table=True)]),
         ],

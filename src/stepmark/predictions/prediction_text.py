@@ -6,7 +6,7 @@ from typing import Any
 
 from stepmark.ground.units import format_bytes
 from stepmark.predictions.prediction import HOST
-from stepmark.tables.columns import MS, NO_HEADING, PERCENT, given
+from stepmark.tables.columns import BYTES, MS, NO_HEADING, PERCENT, given
 from stepmark.tables.table import Table
 from stepmark.timeline.ledger import TRANSFER, WAITING
 
@@ -29,6 +29,8 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"  memory: {memory}"
     yield ""
     yield from ledger_lines(document)
+    if table := list(memory_lines(document)):
+        yield from ("", *table, "")
     yield from (f"note: {note}" for note in document["notes"])
 
 
@@ -125,11 +127,29 @@ def _limit(document: Mapping[str, Any]) -> str:
 
 def _memory(memory: Mapping[str, Any]) -> str:
     """Return the predicted memory and whether it fits."""
-    sizes = (format_bytes(memory[name]) for name in ("allocated_bytes", "reserved_bytes"))
-    text = "{} allocated, {} reserved".format(*sizes)
+    text = f"{format_bytes(memory['allocated_bytes'])} allocated"
+    if memory["reserved_bytes"]:
+        text += f", {format_bytes(memory['reserved_bytes'])} reserved"
+    if len(memory["stages"]) > 1:
+        text += f" on stage {memory['stages'][0]['stage']}"
     if memory["device_bytes"] is None:
         return f"{text}; that of the device is unknown"
-    verdicts = {"fits": "fits into", "uncertain": "may run out of"}
-    words = verdicts.get(memory["verdict"], "RUNS OUT OF")
-    text += f", {words} {format_bytes(memory['device_bytes'])}"
+    verdicts = {"fits": "fits into", "close": "close to", "does not fit": "DOES NOT FIT into"}
+    text += f", {verdicts[memory['verdict']]} {format_bytes(memory['device_bytes'])}"
     return f"{text}; it would fit with {memory['fitting']}" if memory["fitting"] else text
+
+
+def memory_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the memory of stages by purpose as a table, the fullest first."""
+    memory = document["memory"]
+    if not memory or not memory["stages"]:
+        return
+    rows = [
+        {"stage": row["stage"], "total": sum(row.values()) - row["stage"], **row}
+        for row in memory["stages"][:_MOST_STAGES]
+    ]
+    kinds = [name for name in rows[0] if name != "stage" and any(row[name] for row in rows)]
+    columns = [given(name, BYTES) for name in kinds]
+    yield from Table(rows, [_STAGE, *columns] if len(rows) > 1 else columns).text()
+    if len(memory["stages"]) > len(rows):
+        yield f"memory of {len(rows)} of {len(memory['stages'])} stages; --json has all"

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
-from stepmark.model.ops import Cast, Copy, Gemm, Layout, Op, Phase, Scaling
+from stepmark.model.ops import Cast, Copy, Gemm, GroupedGemm, Layout, Op, Phase
 from stepmark.model.parallel import ParallelConfig, StageSplit
+from stepmark.model.product_precision import ProductPrecision
 from stepmark.step.lora import Lora
 from stepmark.step.module import Module, between
-from stepmark.step.workload import Kernel
+from stepmark.step.workload import ComputeOp, Kernel
 
 # Products that a framework fuses: q, k and v; gate and up of an MLP, and of its experts.
 FUSED = {
@@ -117,53 +118,129 @@ def layout_of(
 class Inputs:
     """One micro-batch of a rank's model: its tokens and types.
 
-    skew: of tokens over experts. scaling, cast: of fp8 products. expert_rows: of a rank whose
-    experts have a capacity; 0: all rows.
+    dtype: of weights and activations. products: of linear layers, where it is another.
+    skew: of tokens over experts. expert_rows: of a rank whose experts have a capacity; 0: all
+    rows.
     """
 
     mbs: int
     seq_len: int  # of whole sequences, before context parallelism divides them
     dtype: DType = DType.BF16
+    products: ProductPrecision | None = None
     skew: float = 0.0
     expert_rows: int = 0
-    scaling: Scaling = Scaling.NONE
-    cast: Cast = Cast.NONE
 
     @property
     def plain_dtype(self) -> DType:
-        """Type of everything but products: fp8 and TF32 are for products only."""
-        if self.dtype.is_fp8:
-            return DType.BF16
+        """Type of everything but products: TF32 is for products only."""
         return DType.FP32 if self.dtype is DType.TF32 else self.dtype
 
 
+QUANTIZE = "quantize"  # name of the kernels that cast operands of products
+
+
+def cast_kernel(num_bytes: int) -> Kernel:
+    """Return the kernels that cast a tensor to a narrow type, which memory bounds."""
+    return Kernel(name=QUANTIZE, flops=0, bytes_moved=num_bytes)
+
+
+def is_cast(op: ComputeOp) -> bool:
+    """Return whether the operation is a cast of cast_kernel."""
+    return isinstance(op.op, Kernel) and op.op.name == QUANTIZE
+
+
 def linear_products(
-    inputs: Inputs, rows: int, out: int, width: int
-) -> Iterator[tuple[Phase, Gemm]]:
-    """Yield a linear layer's three products."""
+    inputs: Inputs,
+    rows: int,
+    out: int,
+    width: int,
+    *,
+    x_rows: int | None = None,
+    dy_rows: int | None = None,
+) -> Iterator[tuple[Phase, Gemm | Kernel]]:
+    """Yield a linear layer's three products, with the casts of narrow operands.
+
+    x_rows, dy_rows: of input and output gradient when they are cast, if tensor parallelism
+    gathers them afterwards. Weights have the layout [out, width].
+    """
+    narrow = inputs.products
+    # A layer whose widths the units do not take stays as it is, as in torchao.
+    if narrow is not None and not narrow.fits(out, width):
+        narrow = None
     sizes = {
         Phase.FWD: (rows, out, width, Layout.NT),
         Phase.DGRAD: (rows, width, out, Layout.NN),
         Phase.WGRAD: (out, width, rows, Layout.TN),
     }
+    casts: dict[Phase, int] = {}
+    if narrow is not None:
+        casts = _casts(narrow, rows, out, width, x_rows=x_rows, dy_rows=dy_rows)
     for phase, (m, n, k, layout) in sizes.items():
-        # fp8 units take 16-wide rows; a layer that has none stays in bf16, as in torchao.
-        fits = not inputs.dtype.is_fp8 or (n % 16 == 0 and k % 16 == 0)
-        fp8 = inputs.dtype.is_fp8 and fits
-        cast = inputs.cast if fp8 else Cast.NONE
+        if num_bytes := casts.get(phase):
+            yield phase, cast_kernel(num_bytes)
+        gemm = Gemm(m=m, n=n, k=k, dtype=inputs.dtype, layout=layout)
+        is_narrow = narrow is not None and narrow.fits(n, k)
+        yield phase, _narrowed(gemm, narrow, phase) if narrow and is_narrow else gemm
+
+
+def grouped_products(
+    inputs: Inputs, product: GroupedGemm
+) -> Iterator[tuple[Phase, GroupedGemm | Kernel]]:
+    """Yield the three products of experts in one call, as linear_products."""
+    narrow = inputs.products
+    if narrow is not None and not (narrow.has_experts and narrow.fits(product.n, product.k)):
+        narrow = None
+    casts: dict[Phase, int] = {}
+    if narrow is not None:
+        # The experts' weights are one tensor: [experts x out, width].
+        rows = product.tokens
+        casts = _casts(narrow, rows, product.n, product.k, num_weights=product.num_groups)
+    for phase in (Phase.FWD, Phase.DGRAD, Phase.WGRAD):
+        if num_bytes := casts.get(phase):
+            yield phase, cast_kernel(num_bytes)
         yield (
             phase,
-            Gemm(
-                m=m,
-                n=n,
-                k=k,
-                dtype=inputs.dtype if fits else DType.BF16,
-                # Pre-cast fp8 operands have the layout that the hardware needs in any pass.
-                layout=Layout.NT if fp8 and cast is Cast.NONE else layout,
-                scaling=inputs.scaling if fp8 else Scaling.NONE,
-                cast=cast,
+            replace(
+                product,
+                phase=phase,
+                dtype=_dtype_of(narrow, phase) if narrow else product.dtype,
             ),
         )
+
+
+def _casts(
+    narrow: ProductPrecision,
+    rows: int,
+    out: int,
+    width: int,
+    *,
+    x_rows: int | None = None,
+    dy_rows: int | None = None,
+    num_weights: int = 1,
+) -> dict[Phase, int]:
+    """Return the bytes that casts move in a pass, whose first product they precede."""
+    x = narrow.cast_bytes((x_rows or rows) * width, rows * width if x_rows else 0)
+    dy = narrow.cast_bytes((dy_rows or rows) * out, rows * out if dy_rows else 0)
+    weights = 0
+    if narrow.casts_weights:
+        weights = narrow.cast_bytes(num_weights * out * width)
+    return {Phase.FWD: x + weights, Phase.DGRAD: dy}
+
+
+def _dtype_of(narrow: ProductPrecision, phase: Phase) -> DType:
+    """Return the type of a pass: products of gradients are named by the gradient's type."""
+    return narrow.dtype if phase is Phase.FWD else narrow.grad_dtype or narrow.dtype
+
+
+def _narrowed(gemm: Gemm, narrow: ProductPrecision, phase: Phase) -> Gemm:
+    return replace(
+        gemm,
+        dtype=_dtype_of(narrow, phase),
+        # Operands that are cast before have the layout that the hardware needs in any pass.
+        layout=Layout.NT if narrow.cast is Cast.NONE else gemm.layout,
+        scaling=narrow.scaling,
+        cast=narrow.cast,
+    )
 
 
 def table_lookup(num_bytes: int) -> tuple[tuple[Phase, Op | Kernel], ...]:

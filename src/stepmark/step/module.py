@@ -23,6 +23,7 @@ class Param:
     is_trained: bool = True
     is_expert: bool = False  # held by the ranks of ep
     is_copy: bool = False  # the same tensor as another one that is here
+    is_narrow: bool = False  # its products have a narrower type than everything else
 
     def __post_init__(self) -> None:
         is_valid = all(isinstance(size, int) and size > 0 for size in self.shape)

@@ -19,19 +19,18 @@ from stepmark.model.model import Linear, ModelConfig
 from stepmark.model.ops import (
     Activation,
     Attention,
-    Cast,
     CrossEntropy,
     GroupedGemm,
     Norm,
     Op,
     Phase,
     Rope,
-    Scaling,
 )
 from stepmark.model.parallel import ParallelConfig, stage_layers
 from stepmark.step.layout import (
     Inputs,
     ShardLayout,
+    grouped_products,
     linear_products,
     table_lookup,
     tensor_sum,
@@ -108,6 +107,11 @@ class TreeBuilder:
     def own_replicas(self) -> int:
         return self._tp // self.layout.row_parts
 
+    @property
+    def without_products(self) -> "TreeBuilder":
+        """The builder whose linear layers have the type of everything else."""
+        return replace(self, inputs=replace(self.inputs, products=None))
+
     def embedding(self) -> Module:
         """Return the tables of tokens and, if learned, of positions."""
         model = self.model
@@ -133,7 +137,10 @@ class TreeBuilder:
         width = self.model.hidden_size
         vocab = model.vocab_size // (1 if self.layout.whole_loss else self._tp)
         loss = CrossEntropy(tokens=self.tokens, vocab=vocab, dtype=self.inputs.plain_dtype)
-        head = self.linear(Linear("head", model.vocab_size, width, "out"), "head")
+        narrow = self.inputs.products
+        has_narrow_head = narrow is not None and narrow.has_head
+        builder = self if has_narrow_head else self.without_products
+        head = builder.linear(Linear("head", model.vocab_size, width, "out"), "head")
         norm = self._residual_norm("norm", "head.norm")
         inside = (
             replace(norm, keeps=SavedTensors(whole=width)),
@@ -302,7 +309,7 @@ class TreeBuilder:
             replace(down, keeps=SavedTensors(divided=inner + copies)),
         )
         inside = [
-            replace(self.linear(router, "mlp.router"), keeps=keeps),
+            replace(self.without_products.linear(router, "mlp.router"), keeps=keeps),
             Module(name="ffn.held", inside=expert_modules),
         ]
         if shared := rest[len(routed) :]:
@@ -332,21 +339,25 @@ class TreeBuilder:
         count = linear.copies // ep
         role = role_of(linear.name)
         rows = self.expert_rows
-        dtype = inputs.plain_dtype
-        ops: list[Op | Kernel]
-        phases = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)
-        if dtype is DType.FP64:  # no operator: experts one by one
-            ops = [Kernel(name="experts", flops=2 * rows * out * width)] * 3
+        ops: tuple[tuple[Phase, Op | Kernel], ...]
+        if inputs.dtype is DType.FP64:  # no operator: experts one by one
+            kernel = Kernel(name="experts", flops=2 * rows * out * width)
+            ops = tuple((phase, kernel) for phase in (Phase.FWD, Phase.DGRAD, Phase.WGRAD))
         else:
             product = GroupedGemm(
-                num_groups=count, tokens=rows, n=out, k=width, skew=inputs.skew, dtype=dtype
+                num_groups=count,
+                tokens=rows,
+                n=out,
+                k=width,
+                skew=inputs.skew,
+                dtype=inputs.plain_dtype,
             )
-            ops = [replace(product, phase=phase) for phase in phases]
+            ops = tuple(grouped_products(inputs, product))
         # Without sequence parallelism every tp rank has all rows; ranks of another part of the
         # width do other work.
         num_replicas = max(1, self.own_replicas // etp)
         param = Param(name=linear.name, shape=(count, out, width), part=role, is_expert=True)
-        work = work_of(role, *zip(phases, ops, strict=True))
+        work = work_of(role, *ops)
         return Module(
             name=linear.name, role=role, work=work, params=(param,), num_replicas=num_replicas
         )
@@ -379,8 +390,7 @@ class TreeBuilder:
     @property
     def plain_inputs(self) -> Inputs:
         """Inputs of products that are never lowered."""
-        plain = self.inputs.plain_dtype
-        return replace(self.inputs, dtype=plain, scaling=Scaling.NONE, cast=Cast.NONE)
+        return replace(self.inputs, dtype=self.inputs.plain_dtype, products=None)
 
     def _product(self, linear: Linear, role: str, inputs: Inputs) -> Module:
         """Return y [m, n] = x [m, k] w [n, k].T; dx = dy w; dw = dy.T x."""
@@ -389,14 +399,26 @@ class TreeBuilder:
         rows, num_replicas = (
             (self.tokens, 1) if linear.split else (self.own_tokens, self.own_replicas)
         )
+        narrow = inputs.products
+        is_gathered = narrow is not None and narrow.casts_shards and self.own_tokens < rows
+        products = linear_products(
+            inputs,
+            rows,
+            out,
+            width,
+            x_rows=self.own_tokens if is_gathered and linear.split == "out" else None,
+            dy_rows=self.own_tokens if is_gathered and linear.split == "in" else None,
+        )
         weight = Param(name=f"{linear.name}.weight", shape=(out, width), part=role)
         weight = replace(weight, is_partial=not linear.split)
         bias = replace(weight, name=f"{linear.name}.bias", shape=(out,))
+        is_narrow = narrow is not None and narrow.fits(out, width)
+        weight = replace(weight, is_narrow=is_narrow)
         bias = replace(bias, is_partial=linear.split != "out")
         return Module(
             name=linear.name,
             role=role,
-            work=work_of(role, *linear_products(inputs, rows, out, width)),
+            work=work_of(role, *products),
             params=(weight, bias) if linear.has_bias else (weight,),
             num_replicas=num_replicas,
             is_linear=True,

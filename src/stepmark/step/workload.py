@@ -268,10 +268,15 @@ class Workload:
     @property
     def tokens(self) -> int | None:
         """Return the tokens of the step; None where the file does not tell its batch."""
-        sequences = self._whole("gbs", "global_batch_size")
+        sequences = self.num_sequences
         if sequences is None or self.model is None:
             return None
         return sequences * self.model.seq_len
+
+    @property
+    def num_sequences(self) -> int | None:
+        """Return the sequences of the step; None where the file does not tell."""
+        return self._whole("gbs", "global_batch_size")
 
     def _whole(self, *names: str) -> int | None:
         """Return the setting of the first of these names, if it is a whole number above 0."""

@@ -7,7 +7,7 @@ balanced routing.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -15,6 +15,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Fp8, Recompute
 from stepmark.ground.units import GIB
 from stepmark.step.tree import stage_of_case
+from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.step_memory.step_memory import StepMemory
 
 _TOO_MANY = 2**24  # sequences
@@ -32,36 +33,20 @@ _LEAST_OUTSIDE = GIB // 4
 _MOST_OUTSIDE = GIB
 _MOST_OUTSIDE_OF_RANKS = 3 * GIB
 
-Verdict = Literal["fits", "runs out of memory", "uncertain"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainMemory:
-    """Estimated bytes on the fullest rank, by purpose when most are allocated."""
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    gathered_bytes: int  # what FSDP gathers and reduces, or autocast's copies of weights
-    activations_bytes: int  # kept from forward to backward
-    working_bytes: int  # gradients of activations, rotary tables, cuBLAS's workspaces
-    head_bytes: int  # logits, their log-softmax and gradient
-    rounding_bytes: int  # of blocks that are larger than their tensors
-    reserved_bytes: int  # segments, at most
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Return the bytes of all blocks, torch's max_memory_allocated()."""
-        num_bytes: int = sum(asdict(self).values()) - self.reserved_bytes
-        return num_bytes
+Verdict = Literal["fits", "close", "does not fit"]
+FITS: Verdict = "fits"
+CLOSE: Verdict = "close"
+NO_FIT: Verdict = "does not fit"
 
 
 @lru_cache(maxsize=64)  # options that fit are looked for among few cases
-def estimate(case: TrainCase) -> TrainMemory:
-    """Return the memory of the fullest rank.
+def estimate(case: TrainCase) -> RankMemory:
+    """Return the memory of the fullest rank."""
+    return max(stage_estimates(case), key=lambda memory: memory.allocated_bytes)
 
-    It is that of the first pipeline stage, of the last, or of the first with the most layers.
-    """
+
+def stage_estimates(case: TrainCase) -> list[RankMemory]:
+    """Return that of a rank of the first stage, the last, and the one with most layers."""
     estimates = []
     pp = case.parallel.pp
     sizes = [sum(map(len, case.stage_layers[stage::pp])) for stage in range(pp)]
@@ -71,13 +56,15 @@ def estimate(case: TrainCase) -> TrainMemory:
         heap = step.heap
         heap.reset_peaks()  # as training/loop.py does after the first sample
         step.steps(1)
-        memory = TrainMemory(
+        memory = RankMemory(
+            stage=stage,
             **{f"{purpose}_bytes": heap.at_peak[purpose] for purpose in _PURPOSES},
             rounding_bytes=heap.peak_allocated - heap.at_peak.total(),
             reserved_bytes=heap.peak_reserved,
+            held_bytes=heap.allocated,
         )
         estimates.append(memory)
-    return max(estimates, key=lambda memory: memory.allocated_bytes)
+    return estimates
 
 
 def calibrated(
@@ -100,7 +87,7 @@ def calibrated(
 
 
 def verdict(case: TrainCase, allocated: int, reserved: int, device_bytes: int) -> Verdict:
-    """Return whether predicted bytes fit on a device, "uncertain" within the measured errors.
+    """Return whether predicted bytes fit on a device, "close" within the measured errors.
 
     Segments that are reserved and not allocated can be given back, so a step surely runs out of
     memory only by what it allocates; it surely fits only if what it reserves does.
@@ -108,10 +95,10 @@ def verdict(case: TrainCase, allocated: int, reserved: int, device_bytes: int) -
     allocated_error, reserved_error = _errors(case)
     outside = _MOST_OUTSIDE if case.num_ranks == 1 else _MOST_OUTSIDE_OF_RANKS
     if reserved * (1 + reserved_error) + outside <= device_bytes:
-        return "fits"
+        return FITS
     if allocated * (1 - allocated_error) + _LEAST_OUTSIDE > device_bytes:
-        return "runs out of memory"
-    return "uncertain"
+        return NO_FIT
+    return CLOSE
 
 
 def _errors(case: TrainCase) -> tuple[float, float]:
@@ -136,7 +123,7 @@ def largest_mbs(
     def fits(mbs: int) -> bool:
         # A pipeline's microbatches are rounded up, so that several mbs are one case.
         other = replace(case, mbs=-(-mbs // parts) * parts)
-        return verdict(other, *calibrated(other, measured), device_bytes) == "fits"
+        return verdict(other, *calibrated(other, measured), device_bytes) == FITS
 
     low = 0
     high = 1

@@ -236,7 +236,7 @@ class StepMemory:
         logits = tokens * self._vocab
         if case.loss_chunks == 1:
             block = self.heap.allocate(self._formats.itemsize * logits, "head")
-            if self._formats.is_compiled:
+            if self._formats.is_head_compiled:
                 return [block]
             fp32, log_softmax = (self.heap.allocate(FP32 * logits, "head") for _ in range(2))
             if self._vocab < case.model.vocab_size:  # the softmax is computed again
@@ -252,7 +252,7 @@ class StepMemory:
         total: Block | None = None
         for _ in range(2):
             allocated = [self.heap.allocate(self._formats.itemsize * logits, "head")]
-            if not self._formats.is_compiled:
+            if not self._formats.is_head_compiled:
                 allocated += [self.heap.allocate(FP32 * logits, "head") for _ in range(3)]
             allocated.append(self.heap.allocate(tokens * self._row_bytes, "head"))
             allocated.append(self.heap.allocate(self._formats.itemsize * head.numel, "head"))
@@ -308,13 +308,15 @@ class StepMemory:
             self._add_grads(unit.weights[1])
             self.heap.free(total)
         else:
-            if not self._formats.is_compiled:  # else the gradient takes the place of the logits
+            if (
+                not self._formats.is_head_compiled
+            ):  # else the gradient takes the place of the logits
                 grads = [self.heap.allocate(FP32 * logits, "head") for _ in range(2)]
                 self.heap.free(grads[0], *last)
                 last = [self.heap.allocate(self._formats.itemsize * logits, "head")]
                 self.heap.free(grads[1])
             (head,) = unit.weights[1]
-            if head.is_fp8 and self._formats.is_compiled:  # and transposed
+            if head.is_fp8 and self._formats.is_head_compiled:  # and transposed
                 fp8 = [self.heap.allocate(logits, "head") for _ in range(2)]
                 self.heap.free(*last)
                 last = fp8
@@ -390,7 +392,7 @@ class StepMemory:
     def _keep_grad(self, weight: Weight, new: Block) -> None:
         if weight.grad is None and not (self._formats.is_ddp and self._case.bucket_view):
             weight.grad = new
-        elif self._formats.is_compiled:
+        elif self._formats.compiles("output" if weight.param.part == "head" else "blocks"):
             self._added.append(new)
         else:
             self.heap.free(new)

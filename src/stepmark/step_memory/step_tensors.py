@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
+from stepmark.cases.training import DataParallel, Fp8, Precision
 from stepmark.step.module import Module, Param
 from stepmark.step_memory.allocator import Block
 from stepmark.workloads.rules.pytorch.fsdp_order import ParamGroup
@@ -28,11 +28,16 @@ class Formats:
     def __init__(self, case: TrainCase) -> None:
         self.is_fsdp = case.data_parallel is DataParallel.FSDP
         self.is_ddp = case.data_parallel is DataParallel.DDP
-        self.is_compiled = case.compile is not CompileScope.NONE
+        self.is_compiled = case.compile.has_blocks
+        self.is_head_compiled = case.compile.has_head
         self.casts = case.precision is Precision.AMP and not self.is_fsdp  # autocast
         self.itemsize = FP32 if case.precision is Precision.FP32 else 2  # of an activation
         self.stored_itemsize = _STORED_ITEMSIZE[case.precision]
         self.grad_itemsize = FP32 if self.casts else self.itemsize
+
+    def compiles(self, unit: str) -> bool:
+        """Return whether torch.compile compiles a unit of this name."""
+        return self.is_head_compiled if unit == "output" else self.is_compiled
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +98,7 @@ class UnitBuilder:
         for module in root.inside:
             is_block = module.name.startswith("blocks")
             leaves = [leaf for leaf in module.walk() if not leaf.inside]
-            shapes = tuple(self._leaves(leaves))
+            shapes = tuple(self._leaves(leaves, self._formats.compiles(module.name)))
             for _ in range(module.times):
                 unit = FsdpUnit(
                     "block" if is_block else module.name,
@@ -112,7 +117,7 @@ class UnitBuilder:
             last.weights[1] = [table]
         return units
 
-    def _leaves(self, modules: list[Module]) -> Iterator[Leaf]:
+    def _leaves(self, modules: list[Module], is_compiled: bool) -> Iterator[Leaf]:
         model = self._case.model
         tp = self._case.parallel.tp
         size = self._formats.itemsize
@@ -121,7 +126,7 @@ class UnitBuilder:
         for module in modules:
             keeps = module.keeps
             param = next(iter(module.params), None)
-            is_eager = not self._formats.is_compiled
+            is_eager = not is_compiled
             if self._case.parallel.ep > 1 and ".experts" in module.role:
                 is_eager = True  # Dynamo leaves out what the exchange of rows calls
             eager = keeps.eager if is_eager else 0
@@ -137,7 +142,7 @@ class UnitBuilder:
                     divided *= 2
             widths = [keeps.whole, divided // tp, eager // tp]
             tensors = [size * width for width in widths] + [FP32 * keeps.statistics // tp]
-            if self._is_fp8(param) and self._formats.is_compiled:
+            if self._is_fp8(param) and is_compiled:
                 # The product's input in FP8; attention's output is kept as such, too.
                 fp8 = keeps.whole + keeps.divided // tp
                 is_attention = module.name.endswith("attention.out")
@@ -180,7 +185,7 @@ class UnitBuilder:
         is_fp8 = self._is_fp8(param)
         is_gathered_fp8 = is_fp8 and case.fp8_all_gather
         copy_itemsize = 2 if self._formats.casts and param.part != "embedding" else 0
-        if is_fp8 and self._formats.is_compiled:
+        if is_fp8 and self._formats.compiles("output" if param.part == "head" else "blocks"):
             # Casts are kept; of gathered ones those that torch 2.13's partitioner transposes.
             is_gated = case.model.activation == "swiglu"
             transposed = ("mlp.down", "mlp.up") if is_gated else ("mlp.down",)

@@ -23,6 +23,9 @@ from stepmark.job_logs.log_sources import (
     kinds_of,
     read_sources,
 )
+from stepmark.model.device import DeviceSpec, find_device
+from stepmark.model.network_options import NetworkChoice
+from stepmark.model.systems import network_of
 from stepmark.store.reader import find_run, read
 from stepmark.tables.columns import Row
 from stepmark.tables.table import Table
@@ -34,6 +37,7 @@ from stepmark.traces.trace_files import TraceSet, damage_notes, deliver, map_tra
 from stepmark.traces.trace_options import MessagesOptions
 
 _MAX_NOTES = 40
+_SPEEDUP = 2.0
 
 
 def messages(options: MessagesOptions) -> int:
@@ -42,6 +46,9 @@ def messages(options: MessagesOptions) -> int:
     for field, value in (("other-curve", options.other_curve), ("force", options.force)):
         if value and not options.curve:
             raise ConfigError(field, value, "given with --curve")
+    if options.network and options.network_speedup:
+        allowed = "given without --network, which has its own rates"
+        raise ConfigError("network-speedup", options.network_speedup, allowed)
     words, others = split_sources(options.files)
     traces = map_traces(replace(options, files=tuple(words)), rank_messages)
     if traces is None:
@@ -76,7 +83,7 @@ def _lost(traces: TraceSet[RankMessages]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Curve:
-    """Times by a measured curve, in seconds per rank and step; totals of all calls."""
+    """Times by a curve or a network, in seconds per rank and step; totals of all calls."""
 
     name: str
     times: Mapping[MessageKind, expected.Expected]
@@ -106,6 +113,7 @@ class _View:
         }
         self.curve = self._curve(options.curve)
         self.other = self._curve(options.other_curve)
+        self.network = self._by_network(options.network)
         self.rows = report.rows(
             self.matched.histogram,
             self.matched.kernels,
@@ -114,7 +122,7 @@ class _View:
             bins=histogram.parse_bins(options.bins) if options.bins else None,
             num_ranks=len(by_rank),
             num_rank_steps=self.matched.num_steps,
-            expected=self.curve.times if self.curve else None,
+            expected=next((own.times for own in (self.curve, self.network) if own), None),
         )
         self.ranks = list(self._rank_rows())
         self.communicates = any(row["communication_s"] for row in self.ranks)
@@ -140,20 +148,48 @@ class _View:
     def _curve(self, name: str | None) -> _Curve | None:
         if name is None:
             return None
-        matched = self.matched
-        steps = self.matched.num_steps
         known: Histogram = {
             kind: tally
-            for kind, tally in matched.histogram.items()
+            for kind, tally in self.matched.histogram.items()
             if kind.message_bytes is not None
             and (kind.collective in (SEND, RECV) or (kind.num_ranks or 1) > 1)
         }
         if not known:
             allowed = "given for traces with messages of several ranks and known size"
             raise ConfigError("curve", name, allowed)
-        times = expected.expected(
-            known, read_curves(name, self.options.runs), force=self.options.force
-        )
+        curves = read_curves(name, self.options.runs)
+        return self._taken(name, expected.expected(known, curves, force=self.options.force))
+
+    def _by_network(self, name: str | None) -> _Curve | None:
+        if name is None:
+            return None
+        ranks = {
+            rank for groups in self.matched.groups.values() for own in groups for rank in own
+        }
+        num_ranks = max(self.traces.world_size or 0, max(ranks, default=0) + 1)
+        network = network_of(self._device(), num_ranks, NetworkChoice(network=name))
+        assert network is not None
+        times = expected.by_network(self.matched.histogram, self.matched.groups, network)
+        if not times:
+            allowed = "given for traces that tell sizes and ranks of messages between ranks"
+            raise ConfigError("network", name, allowed)
+        return self._taken(network.name, times)
+
+    def _device(self) -> DeviceSpec:
+        """Return the device of the traces, whose links join a host. Raises ConfigError."""
+        names = {name for r in self.traces.results for name in r.info.devices or ()}
+        device = find_device(names.pop()) if len(names) == 1 else None
+        if device is None:
+            allowed = (
+                f"given for traces of one known device, not of {', '.join(names) or 'none'}"
+            )
+            raise ConfigError("network", self.options.network, allowed)
+        return device
+
+    def _taken(self, name: str, times: Mapping[MessageKind, expected.Expected]) -> _Curve:
+        """Return the times with what the timed calls took."""
+        matched = self.matched
+        steps = matched.num_steps
         totals = expected.totals(matched.histogram, times, 1)
         covered = [(matched.histogram[kind], time.seconds) for kind, time in times.items()]
         return _Curve(
@@ -201,10 +237,19 @@ class _View:
     def _gains(self) -> Iterator[tuple[str, report.Gain]]:
         if not self.communicates:
             return
-        faster = 1 - 1 / self.options.network_speedup
-        shares = [(f"a network {self.options.network_speedup:g} times as fast", faster, faster)]
         tallies = self.matched.histogram
         total = sum(tally.seconds for tally in tallies.values())
+        shares = []
+        if self.network and total:
+            saved = sum(
+                tallies[kind].seconds - tallies[kind].timed_calls * own.seconds
+                for kind, own in self.network.times.items()
+            )
+            shares.append((f"the network {self.network.name}", saved / total, 0.0))
+        elif not self.network:
+            speedup = self.options.network_speedup or _SPEEDUP
+            faster = 1 - 1 / speedup
+            shares.append((f"a network {speedup:g} times as fast", faster, faster))
         if self.curve and self.other and total:
             saved = sum(
                 tallies[kind].seconds * (1 - other.seconds / self.curve.times[kind].seconds)
@@ -265,9 +310,9 @@ class _View:
             yield f"note: and {len(notes) - _MAX_NOTES} more; --json has all"
 
     def _curve_text(self) -> Iterator[str]:
-        for curve in filter(None, (self.curve, self.other)):
+        for curve in filter(None, (self.curve, self.other, self.network)):
             line = f"# by {curve.name} these take {format_time(curve.all_s)} per rank and step"
-            if curve.timed_s and curve is self.curve:
+            if curve.timed_s and curve is not self.other:
                 took = "took at most" if self.matched.partial else "took"
                 times = f"{curve.took_s / curve.timed_s:.2f} times that"
                 line += f"; the timed ones take {format_time(curve.timed_s)} by it, and {took} "

@@ -97,8 +97,13 @@ class MessagesOptions(Files, TraceInputs):
     other_curve: str | None = flag(
         "measured times of another network or setting: what it gains"
     )
-    network_speedup: Annotated[float, between(1.0, 1000.0)] = flag(
-        "times as fast: what such a network gains", default=2.0
+    network: str | None = flag(
+        "what messages should take on it, and what it gains: dgx-h100, p5, ... or a file",
+        metavar="NAME|FILE",
+        names="network",
+    )
+    network_speedup: Annotated[float, between(1.0, 1000.0)] | None = flag(
+        "times as fast: what such a network gains [2]"
     )
     force: bool = flag("accept a curve of another number of ranks", default=False, rare=True)
     html: str | None = flag("figures of the histogram as one page", metavar="PATH")

@@ -8,5 +8,6 @@
 - trainer.py, optimizer.py, data.py: one step.
 - bench.py, loop.py, profiling.py, messages.py, results.py: measure steps.
 - train_columns.py, training_rates.py, training_words.py: rows and what they mean.
+- training_memory.py: memory of a step by kind, measured beside predicted.
 - training_printing.py, training_figures.py: on a terminal and on a page.
 """

@@ -346,10 +346,19 @@ def _format_refusal(case: TrainCase, context: MeasureContext) -> str | None:
     if case.fp8 is Fp8.NONE:
         return None
     on_gpu = case.device == "cuda"
-    if case.fp8 is Fp8.TE:
+    if on_gpu and case.dtype.is_block_format and context.capabilities.capability < (10, 0):
+        return f"{case.dtype} products need a Blackwell GPU: --precision fp8"
+    if case.fp8 in (Fp8.TE, Fp8.NVFP4):
         return _te_refusal(case)
+    return _torchao_refusal(case, context)
+
+
+def _torchao_refusal(case: TrainCase, context: MeasureContext) -> str | None:
+    on_gpu = case.device == "cuda"
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed: pip install torchao (extra fp8)"
+    if case.fp8 is Fp8.MXFP8 and importlib.util.find_spec(_MXFP8) is None:
+        return "this torchao has no MXFP8 linear layers: install 0.18 or later"
     is_compiled = case.compile is not CompileScope.NONE
     if on_gpu and case.fp8 is Fp8.ROWWISE and case.parallel.cp > 1 and is_compiled:
         # torch 2.11 on H200, recipes/technique_table.py; the cause is unknown, perhaps a race.
@@ -362,11 +371,15 @@ def _format_refusal(case: TrainCase, context: MeasureContext) -> str | None:
     return None
 
 
+_MXFP8 = "torchao.prototype.moe_training.mxfp8_linear"
+
+
 def _te_refusal(case: TrainCase) -> str | None:
+    other = "--fp8-recipe tensorwise" if case.fp8 is Fp8.TE else "--precision fp8"
     if importlib.util.find_spec("transformer_engine") is None:
-        return "transformer_engine is not installed: --fp8-recipe tensorwise uses torchao"
+        return f"transformer_engine is not installed: {other} uses torchao"
     if case.compile is not CompileScope.NONE:
-        return "TransformerEngine's FP8 layers do not compile: --fp8-recipe tensorwise"
+        return f"TransformerEngine's narrow layers do not compile: {other}"
     return None if case.device == "cuda" else "TransformerEngine needs a CUDA device"
 
 

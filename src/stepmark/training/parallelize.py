@@ -58,8 +58,8 @@ def parallelize(
     _checkpoint(model.blocks, case)
     call: nn.Module = model
     match case.compile:
-        case CompileScope.BLOCK:
-            _compile_blocks(model, case)
+        case CompileScope.BLOCK | CompileScope.LAYERS | CompileScope.LOSS:
+            _compile_parts(model, case)
         case CompileScope.MODEL if case.data_parallel is not DataParallel.FSDP:
             call = _compiled(model, case)
     match case.data_parallel:
@@ -96,11 +96,11 @@ def _materialize(model: Transformer, case: TrainCase, device: torch.device) -> N
     init_weights(model, case.seed)
 
 
-def _compile_blocks(model: Transformer, case: TrainCase) -> None:
-    """Compile all blocks; they share one graph, so this takes the time of one."""
-    for name, block in list(model.blocks.items()):
+def _compile_parts(model: Transformer, case: TrainCase) -> None:
+    """Compile blocks, which share one graph, so that it takes the time of one; and the head."""
+    for name, block in list(model.blocks.items()) if case.compile.has_blocks else ():
         model.blocks[name] = _compiled(block, case)
-    if model.output is None:
+    if model.output is None or not case.compile.has_head:
         return
     if case.loss_chunks > 1:
         model.output.compile(**_how(case))

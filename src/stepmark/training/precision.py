@@ -14,6 +14,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, Fp8, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.measuring.environment import HAS_TRITON
+from stepmark.model.ops.matmul import row_multiple
 from stepmark.training.attention import Attention
 from stepmark.training.layers import FeedForward, triton_kernels
 
@@ -23,6 +24,7 @@ WEIGHTS = {
     Precision.BF16: torch.bfloat16,
     Precision.FP32: torch.float32,
 }
+_BY_TE = (Fp8.TE, Fp8.NVFP4)
 REDUCED = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16}
 
 
@@ -37,8 +39,11 @@ def apply_fp8(model: nn.Module, case: TrainCase) -> None:
     """Replace linear layers in place, except those with widths that are no multiple of 16."""
     if case.fp8 is Fp8.NONE:
         return
-    if case.fp8 is Fp8.TE:
+    if case.fp8 in _BY_TE:
         _apply_te(model, case)
+        return
+    if case.fp8 is Fp8.MXFP8:
+        _apply_mxfp8(model, case)
         return
     float8 = _torchao()
     config = dataclasses.replace(
@@ -76,18 +81,52 @@ def _take_rows(module: Any, *, fuses_bias: bool) -> None:
     module.forward = forward
 
 
-def _torchao() -> Any:
-    """Import torchao without the errors that it logs for kernels that we do not use."""
+def _quiet_torchao() -> None:
+    """Leave out the errors that torchao logs for kernels that we do not use, on its import."""
     logging.getLogger("torchao").setLevel(logging.CRITICAL)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it uses an old name
+
+
+def _torchao() -> Any:
+    _quiet_torchao()
     import torchao.float8.float8_ops  # noqa: PLC0415
 
     lay_out(torchao.float8.float8_ops)
     return torchao.float8
 
 
+def _apply_mxfp8(model: nn.Module, case: TrainCase) -> None:
+    """Let linear layers multiply in MXFP8, emulated on a CPU. Not run on a device that has it.
+
+    The convenience function of torchao's mxfp8_linear.py casts both operands of each product.
+    """
+    _quiet_torchao()
+    from torchao.prototype.moe_training import mxfp8_linear  # noqa: PLC0415
+
+    on_cpu = case.device == "cpu"
+    kernels = mxfp8_linear.KernelPreference
+    how = kernels.EMULATED if on_cpu else kernels.AUTO
+    scales = mxfp8_linear.ScaleCalculationMode.RCEIL
+
+    def multiply(module: nn.Linear, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2).to(torch.bfloat16)
+        weight = module.weight.to(torch.bfloat16)
+        y: Tensor = mxfp8_linear._to_mxfp8_then_scaled_mm(rows, weight, how, scales)
+        if module.bias is not None:
+            y = y + module.bias.to(y.dtype)
+        result: Tensor = y.unflatten(0, x.shape[:-1])
+        return result
+
+    for name, module in model.named_modules():
+        if _fits(module, name, case):
+            module.forward = functools.partial(multiply, module)
+
+
 def _fits(module: nn.Module, name: str, case: TrainCase) -> bool:
-    if not isinstance(module, nn.Linear) or module.in_features % 16 or module.out_features % 16:
+    multiple = row_multiple(case.dtype)
+    if not isinstance(module, nn.Linear):
+        return False
+    if module.in_features % multiple or module.out_features % multiple:
         return False
     if name.endswith("router"):
         return False  # a few columns, and their order decides the experts of tokens
@@ -118,10 +157,13 @@ def _transformer_engine() -> Any:
 
 
 def fp8_region(case: TrainCase) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return the context in which TransformerEngine's layers compute in FP8."""
-    if case.fp8 is not Fp8.TE:
+    """Return the context in which TransformerEngine's layers compute in FP8 or NVFP4."""
+    if case.fp8 not in _BY_TE:
         return contextlib.nullcontext
     te = _transformer_engine()
+    if case.fp8 is Fp8.NVFP4:
+        nvfp4 = te.common.recipe.NVFP4BlockScaling()
+        return lambda: te.pytorch.fp8_autocast(enabled=True, fp8_recipe=nvfp4)
     # llm-train-bench's recipe.
     recipe = te.common.recipe.DelayedScaling(
         fp8_format=te.common.recipe.Format.HYBRID, amax_history_len=16, amax_compute_algo="max"

@@ -38,7 +38,7 @@ def what_fits(
     def fits(other: TrainCase) -> bool:
         is_like = (other.parallel, other.recompute) == (case.parallel, case.recompute)
         sizes = memory.calibrated(other, measured if is_like else ())
-        return memory.verdict(other, *sizes, device_bytes) == "fits"
+        return memory.verdict(other, *sizes, device_bytes) == memory.FITS
 
     for layout in _layouts(case):
         possible = [
@@ -59,7 +59,7 @@ def check_memory(case: TrainCase, device_bytes: int) -> None:
     device_bytes: of a GPU, or on a CPU the share of the host's memory that a rank has.
     """
     sizes = memory.calibrated(case)
-    if memory.verdict(case, *sizes, device_bytes) == "runs out of memory":
+    if memory.verdict(case, *sizes, device_bytes) == memory.NO_FIT:
         needed = format_bytes(sizes[0])
         there = format_bytes(device_bytes)
         fitting = what_fits(case, device_bytes) if case.device == "cuda" else "--scale tiny"

@@ -27,6 +27,8 @@ class Counts:
     first_s: float
     allocated_bytes: int | None
     reserved_bytes: int | None
+    held_bytes: int | None
+    outside_bytes: int | None
     resident_bytes: int | None
     alloc_retries: int
     recompiles: int
@@ -39,7 +41,9 @@ class Counter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs, self._retries = counters["stats"]["unique_graphs"], self._num_retries()
+        self._held_bytes = None
         if device.type == "cuda":
+            self._held_bytes = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
         else:
             reset_peak_resident()
@@ -52,6 +56,8 @@ class Counter:
             first_s=first_s,
             allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
             reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
+            held_bytes=self._held_bytes,
+            outside_bytes=_outside_bytes(device) if on_gpu else None,
             resident_bytes=None if on_gpu else peak_resident_bytes(),
             alloc_retries=self._num_retries() - self._retries,
             recompiles=counters["stats"]["unique_graphs"] - self._graphs,
@@ -62,6 +68,12 @@ class Counter:
         if self._device.type != "cuda":
             return 0
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+
+def _outside_bytes(device: torch.device) -> int:
+    """Return the bytes in use on the device that torch has not reserved."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def steady_results(
@@ -99,6 +111,8 @@ def steady_results(
         first_s=max(rank.first_s for rank in counts),
         allocated_bytes=tuple(rank.allocated_bytes for rank in counts),
         reserved_bytes=tuple(rank.reserved_bytes for rank in counts),
+        held_bytes=tuple(rank.held_bytes for rank in counts),
+        outside_bytes=tuple(rank.outside_bytes for rank in counts),
         resident_bytes=tuple(rank.resident_bytes for rank in counts),
         alloc_retries=tuple(rank.alloc_retries for rank in counts),
         recompiles=max(rank.recompiles for rank in counts),

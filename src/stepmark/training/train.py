@@ -14,7 +14,13 @@ from stepmark.measuring.progress import case_text
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
 from stepmark.store.view import View, console, print_text, view
-from stepmark.training import train_columns, train_plan, train_refusals, training_printing
+from stepmark.training import (
+    train_columns,
+    train_plan,
+    train_refusals,
+    training_memory,
+    training_printing,
+)
 from stepmark.training.train_options import TrainOptions
 from stepmark.workloads.models import notes_of
 
@@ -85,6 +91,7 @@ def _show(run: View, path: Path) -> None:
     for record in run.records:
         if not isinstance(record, Measured) or (facts := record.training) is None:
             continue
+        print_text(training_memory.lines(record.train, facts))
         if facts.messages or facts.traces:
             sys.stdout.write(f"\n{case_text(record.case)}\n")
         if facts.messages:

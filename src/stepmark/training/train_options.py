@@ -135,7 +135,14 @@ class OptimizerStep:
 class Numbers:
     """Precision."""
 
-    fp8: bool = flag("linear layers in FP8", "--fp8", "--use-fp8", "--use_fp8", default=False)
+    fp8: bool = flag(
+        "as --precision fp8, also over master and bf16",
+        "--fp8",
+        "--use-fp8",
+        "--use_fp8",
+        default=False,
+        rare=True,
+    )
     fp8_recipe: Annotated[str, words_of("tensorwise", "rowwise", "te")] | None = flag(
         "of torchao, or te: TransformerEngine's [tensorwise]", rare=True
     )
@@ -166,8 +173,10 @@ class Techniques:
     compile: bool = flag(
         "torch.compile", "--compile", "--pt-compile", "--pt_compile", default=False
     )
-    compile_scope: Annotated[str, words_of("block", "model")] | None = flag(
-        "what one graph is of [block]", rare=True
+    compile_scope: Annotated[str, words_of("block", "layers", "loss", "model")] | None = flag(
+        "what is compiled: each block, and the head with the loss; only the layers or the "
+        "loss; or the model as one graph [block]",
+        rare=True,
     )
     compile_fallback: bool = flag("run eagerly where compiling fails", default=False, rare=True)
 
@@ -243,11 +252,14 @@ def options_of(case: TrainCase) -> TrainOptions:
     for axis in ("tp", "pp", "cp", "ep", *copies):
         if (degree := getattr(axes, axis)) > 1:
             values[axis] = degree
-    is_fp8 = case.fp8 is not Fp8.NONE
-    if is_fp8:
-        values |= {"fp8": True, "fp8_recipe": case.fp8.value}
-    if is_fp8 or case.fp8_all_gather:
-        values["fp8_all_gather"] = case.fp8_all_gather
+    if case.dtype.is_block_format:
+        values["precision"] = case.fp8.value
+    elif case.fp8 is not Fp8.NONE:
+        values |= {
+            "fp8": True,
+            "fp8_recipe": case.fp8.value,
+            "fp8_all_gather": case.fp8_all_gather,
+        }
     if case.compile is not CompileScope.NONE:
         values |= {"compile": True, "compile_scope": case.compile.value}
     if case.recompute is not Recompute.NONE:

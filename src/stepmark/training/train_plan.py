@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.cases.fields import given_values
-from stepmark.cases.train_case import TrainCase
+from stepmark.cases.train_case import NARROW, TrainCase
 from stepmark.cases.training import (
     CompileScope,
     DataParallel,
@@ -128,10 +128,8 @@ def _techniques(
 ) -> dict[str, Any]:
     """Return every other field of a case, by name."""
     on_gpu = device == "cuda"
-    fp8 = Fp8(options.fp8_recipe or Fp8.TENSORWISE) if options.fp8 else Fp8.NONE
-    precision = Precision.AMP if on_gpu or options.fp8 else Precision.FP32
     (values,) = given_values(TrainCase, options)
-    precision = values.get("precision", precision)
+    precision, fp8 = _precision(options, values.get("precision"), on_gpu=on_gpu)
     gathers_fp8 = strategy == "fsdp" and fp8 is Fp8.TENSORWISE
     recompute, blocks = options.ac or options.sac_freq or (Recompute.NONE, (1, 1))
     scope = CompileScope(options.compile_scope or CompileScope.BLOCK)
@@ -154,6 +152,22 @@ def _techniques(
         "recompute_blocks": blocks,
         "data": options.text_file or ("text" if options.text else "random"),
     }
+
+
+def _precision(
+    options: TrainOptions, name: str | None, *, on_gpu: bool
+) -> tuple[Precision, Fp8]:
+    """Return the precision of weights, and the recipe of linear layers' products.
+
+    name: of --precision.
+    """
+    fp8 = NARROW.get(name or "", Fp8.TENSORWISE if options.fp8 else Fp8.NONE)
+    if options.fp8_recipe:
+        fp8 = Fp8(options.fp8_recipe)
+    if name in NARROW:
+        return Precision.AMP, fp8
+    default = Precision.AMP if on_gpu or options.fp8 else Precision.FP32
+    return Precision(name or default), fp8
 
 
 def data_parallel(strategy: str) -> DataParallel:

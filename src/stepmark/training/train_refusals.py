@@ -6,20 +6,17 @@ import os
 from collections.abc import Iterator
 
 from stepmark.cases.fields import check_needs
-from stepmark.cases.train_case import TrainCase
+from stepmark.cases.train_case import NARROW, TrainCase
 from stepmark.cases.training import DataParallel, Fp8, Precision, Recompute
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed, plain
+from stepmark.model.ops.matmul import row_multiple
 from stepmark.training.train_options import TrainOptions, show_blocks
 
-_FP8_MULTIPLE = 16  # of the widths of FP8 products
 _BYTES = 256  # tokens of a text
 
 # Option -> the switch without which it has no effect.
 _NEEDS_SWITCH = {
-    "fp8_recipe": "fp8",
-    "fp8_head": "fp8",
-    "fp8_all_gather": "fp8",
     "compile_scope": "compile",
     "compile_mode": "compile",
     "compile_fallback": "compile",
@@ -29,6 +26,7 @@ _NEEDS_SWITCH = {
 
 def check_options(options: TrainOptions) -> None:
     """Refuse options that contradict each other in every case. Raises ConfigError."""
+    _check_precision(options)
     for name, switch in _NEEDS_SWITCH.items():
         if not getattr(options, switch):
             _refuse(options, name, f"only with --{switch}")
@@ -44,6 +42,19 @@ def check_options(options: TrainOptions) -> None:
         if not size:
             allowed = "a file that can be read" if size is None else "a file with text in it"
             raise ConfigError("text-file", path, allowed)
+
+
+def _check_precision(options: TrainOptions) -> None:
+    """Refuse options of FP8 without it, and --fp8 beside another narrow --precision."""
+    name = plain(options).get("precision", "")
+    is_fp8 = options.fp8 or name == "fp8"
+    if options.fp8 and name in NARROW and name != "fp8":
+        raise ConfigError("precision", name, "fp8 with --fp8")
+    for option in ("fp8_recipe", "fp8_all_gather"):
+        if not is_fp8:
+            _refuse(options, option, "only with --precision fp8, or --fp8")
+    if not (is_fp8 or name in NARROW):
+        _refuse(options, "fp8_head", "only with --precision fp8, mxfp8 or nvfp4, or --fp8")
 
 
 def _refuse(options: TrainOptions, name: str, allowed: str) -> None:
@@ -102,8 +113,8 @@ def _axes(case: TrainCase) -> Refused:
         if size > 1 and case.data_parallel is DataParallel.DDP:
             # Its buckets take no DTensors, and it reduces once per pass, not per microbatch.
             yield name, size, "1 with ddp; with --strategy fsdp it may be more"
-    if case.async_tp and case.compile == "none":
-        yield "async-tp", "yes", "only with --compile, which finds the pairs"
+    if case.async_tp and not case.compile.has_blocks:
+        yield "async-tp", "yes", "only with --compile of the layers, which finds the pairs"
 
 
 def _pipeline(case: TrainCase) -> Refused:
@@ -135,7 +146,8 @@ def _checkpointing(case: TrainCase) -> Refused:
     blocks = show_blocks((case.recompute, case.recompute_blocks))
     if layers == 1:
         yield "ac", blocks, f"none: {case.model.name} has one layer"
-    if case.parallel.tp > 1 and case.compile != "none" and case.recompute is not Recompute.OPS:
+    compiles = case.compile.has_blocks
+    if case.parallel.tp > 1 and compiles and case.recompute is not Recompute.OPS:
         # torch 2.13 keeps a DeviceMesh among the tensors for backward, and asserts.
         yield "ac", blocks, "selective with tp and --compile"
     if case.recompute_blocks[1] > layers:
@@ -176,10 +188,14 @@ def _fp8(case: TrainCase) -> Refused:
         yield "fp8-all-gather", "yes", "only with --fp8-recipe tensorwise"
     if case.fp8 is Fp8.TE and case.parallel.tp > 1:
         yield "tp", case.parallel.tp, "1 with --fp8-recipe te"
+    field = "precision" if case.dtype.is_block_format else "fp8"
+    if field == "precision" and case.parallel.tp > 1:
+        yield field, case.fp8, "fp8 with tp, since its layers are not divided"
     for what, width in _widths(case):
-        if width % _FP8_MULTIPLE:
-            allowed = f"only with widths that are multiples of 16: {what} is {width}"
-            yield "fp8", case.fp8, allowed
+        multiple = row_multiple(case.dtype)
+        if width % multiple:
+            allowed = f"only with widths that are multiples of {multiple}: {what} is {width}"
+            yield field, case.fp8, allowed
 
 
 def _widths(case: TrainCase) -> Iterator[tuple[str, int]]:

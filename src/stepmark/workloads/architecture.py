@@ -20,7 +20,8 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Norm, Phase, Rope
-from stepmark.step.layout import Inputs, linear_products, table_lookup, tensor_sum
+from stepmark.model.product_precision import ProductPrecision
+from stepmark.step.layout import Inputs, is_cast, linear_products, table_lookup, tensor_sum
 from stepmark.step.module import Module, Param, between, both, in_registered_order, work_of
 from stepmark.step.workload import ComputeOp, Operation
 from stepmark.workloads.job import Job, Spread, check_single
@@ -122,14 +123,22 @@ def stored(name: str, *shape: int, part: str = "") -> Module:
 
 
 def weights_first(ops: Iterable[ComputeOp]) -> tuple[ComputeOp, ...]:
-    """Sort gradients product by product, as autograd's nodes run (torch 2.13, MmBackward0)."""
+    """Sort gradients product by product, as autograd's nodes run (torch 2.13, MmBackward0).
+
+    The output gradient's cast, which both products need, stays before them.
+    """
     ops = tuple(ops)
+    casts = [op for op in ops if is_cast(op)]
+    ops = tuple(op for op in ops if not is_cast(op))
     weights = [op for op in ops if op.phase is Phase.WGRAD]
     inputs = [op for op in ops if op.phase is Phase.DGRAD]
     if len(weights) != len(inputs):
-        return ops
+        return (*casts, *ops)
     pairs = [op for pair in zip(weights, inputs, strict=True) for op in pair]
-    return (*pairs, *(op for op in ops if op.phase not in (Phase.WGRAD, Phase.DGRAD)))
+    products = (Phase.WGRAD, Phase.DGRAD)
+    first = next((index for index, op in enumerate(ops) if op.phase in products), 0)
+    others = [op for op in ops[first:] if op.phase not in products]
+    return (*casts, *ops[:first], *pairs, *others)
 
 
 def check_names(what: str, names: list[str]) -> None:
@@ -228,6 +237,7 @@ class Batch:
     mbs: int
     seq_len: int
     dtype: DType = DType.BF16
+    products: ProductPrecision | None = None  # of linear layers, where it is another
 
     @property
     def tokens(self) -> int:
@@ -242,12 +252,19 @@ class Batch:
         bias: bool = False,
         rows: int | None = None,
         tied: str = "",
+        narrow: bool = True,
     ) -> Module:
         """Return y = x W.T (+ b), W [out, width]. rows: of x; None: the tokens.
 
-        tied: another unit's parameter in place of W, e.g. "table.weight".
+        tied: another unit's parameter in place of W, e.g. "table.weight". narrow: False for a
+        head or a router, whose products --precision leaves in bf16.
         """
-        inputs = Inputs(mbs=self.mbs, seq_len=self.seq_len, dtype=self.dtype)
+        inputs = Inputs(
+            mbs=self.mbs,
+            seq_len=self.seq_len,
+            dtype=self.dtype,
+            products=self.products if narrow else None,
+        )
         products = linear_products(inputs, rows or self.tokens, out, width)
         params = [] if tied else [Param(name=f"{name}.weight", shape=(out, width), part=name)]
         if bias:

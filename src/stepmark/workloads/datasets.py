@@ -40,7 +40,7 @@ _MLP = {"A": [(18, width, 128 * 2**i) for width, i in product((1024, 4096), rang
 def _gemms(name: str, dtype: DType) -> list[Op]:
     """torch.mm of two row-major matrices, as PARAM calls it."""
     return [
-        Gemm(m=m, n=n, k=k, dtype=dtype, layout=Layout.NT if dtype.is_fp8 else Layout.NN)
+        Gemm(m=m, n=n, k=k, dtype=dtype, layout=Layout.NT if dtype.is_narrow else Layout.NN)
         for m, n, k in _GEMM[name]
     ]
 

@@ -67,10 +67,11 @@ class FileTimes:
         tp = workload.groups["tp"].size if "tp" in workload.groups else 1
         return workload.rules == "aicb" and column_excess(self.issued, tp) > 1
 
-    def note(self) -> str:
-        """Return what of a prediction is the file's."""
+    def note(self, *, has_messages: bool = True) -> str:
+        """Return what of a prediction is the file's. has_messages: their times are."""
         texts = []
-        for kind, name in ((ComputeOp, "computations"), (CommOp, "messages")):
+        kinds = ((ComputeOp, "computations"), (CommOp, "messages"))
+        for kind, name in kinds if has_messages else kinds[:1]:
             own = {op: count for op, count in self.issued.items() if isinstance(op, kind)}
             timed = sum(count for op, count in own.items() if known_time(op) is not None)
             texts += [f"{timed} of {sum(own.values())} {name}"] if own else []

@@ -1,7 +1,9 @@
 """A training job: a model, its ranks and its batches. All rules start from it."""
 
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 from stepmark.cases.message import RECV, SEND
@@ -11,6 +13,7 @@ from stepmark.model.collectives import FACTS, Collective, RedOp, num_parts
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Phase
 from stepmark.model.parallel import ParallelConfig
+from stepmark.model.product_precision import ProductPrecision
 from stepmark.step.layout import FUSED, Inputs, ShardLayout
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import COMPUTE, CommOp, Group
@@ -24,12 +27,19 @@ DUAL = {
 }
 
 
-def setting(default: Any, meaning: str, *, common: bool = False) -> Any:
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    common: bool = False,
+    only: Mapping[str, Container[object]] = MappingProxyType({}),
+) -> Any:
     """Return a field of a framework's settings with its help.
 
-    common: the first page of help lists it, and not only --help-all.
+    common: the first page of help lists it, and not only --help-all. only: values of other
+    settings, by name, with which it has an effect.
     """
-    return field(default=default, metadata={"help": meaning, "common": common})
+    return field(default=default, metadata={"help": meaning, "common": common, "only": only})
 
 
 def plain_settings(settings: Any) -> dict[str, str | int | float | bool | None]:
@@ -85,9 +95,12 @@ class Spread:
     mbs: int = 1
     gbs: int | None = None  # None: one micro-batch per data rank
     dtype: DType = DType.BF16  # of weights and activations
+    products: ProductPrecision | None = None  # of linear layers, where it is another
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "mbs", "gbs")
+        if self.products is not None and self.dtype is not DType.BF16:
+            raise ConfigError("dtype", self.dtype, f"bf16 with {self.products.dtype} products")
         at_once = self.mbs * self.parallel.data_ranks
         if self.gbs is not None and self.gbs % at_once:
             raise ConfigError(
@@ -147,7 +160,12 @@ class Job(Spread):
 
     def tree(self, framework: str, **changes: Any) -> TreeBuilder:
         """Return the builder of one rank's units, for a framework of FUSED."""
-        inputs = Inputs(mbs=self.mbs, seq_len=self.model.seq_len, dtype=self.dtype)
+        inputs = Inputs(
+            mbs=self.mbs,
+            seq_len=self.model.seq_len,
+            dtype=self.dtype,
+            products=self.products,
+        )
         layout = ShardLayout(axes=self.parallel, fused=FUSED[framework])
         return TreeBuilder(model=self.model, layout=replace(layout, **changes), inputs=inputs)
 

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from stepmark.ground.dtypes import DType, parse_dtype
@@ -11,11 +11,13 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed
 from stepmark.ground.waiting import Waiting
 from stepmark.model.parallel import ParallelConfig
+from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
 from stepmark.step.workload import Workload
 from stepmark.workloads import workload_files, workload_flags, workload_model
 from stepmark.workloads.architecture import AnyJob, Batch, OwnJob
 from stepmark.workloads.job import Job, Spread, near_multiples
-from stepmark.workloads.rules import RULES, Rule, find_rule
+from stepmark.workloads.rules import RULES, Rule, find_rule, idle_with
+from stepmark.workloads.rules.megatron.narrow import BY_PRECISION
 from stepmark.workloads.workload_files import StageFlag, Target, stage_flag
 from stepmark.workloads.workload_options import (
     ConvertOptions,
@@ -115,7 +117,7 @@ def generate(options: GenerateOptions) -> Workload:
     """Generate the workload of the flags, with notes on defaults. Raises ConfigError."""
     framework = find_rule(options.framework or "megatron")
     rule = RULES[framework]
-    options = _translated(options, rule)
+    options = _with_precision(_translated(options, rule), rule)
     settings = settings_of(framework, options)
     if not rule.has_job:
         # Generate the workload of no transformer, for which options of one are refused.
@@ -127,26 +129,42 @@ def generate(options: GenerateOptions) -> Workload:
         )
         return rule.workload(settings, options.world_size or 1)
     job, notes = _job(options, framework, settings)
+    settings = rule.resolved(settings, job.parallel)
+    _check_effect(rule, settings, options)
     workload = rule.workload(job, settings)
     idle = _idle_notes(options, rule, workload, job, settings)
     notes = (*notes, *_script_notes(options, rule), *workload.notes, *idle)
     return replace(workload, notes=notes)
 
 
+def _check_effect(rule: Rule, settings: Any, options: GenerateOptions) -> None:
+    """Raise ConfigError for an option that another setting leaves without effect."""
+    values = asdict(settings)
+    for name, field in rule.fields().items():
+        given = getattr(options, name, None)
+        other = idle_with(field, values)
+        if other is not None and given is not None:
+            words = f"it has no effect with {dashed(other)} {values[other]}"
+            raise ConfigError(f"--{dashed(name)}", given, words)
+
+
 def _idle_notes(
     options: GenerateOptions, rule: Rule, workload: Workload, job: AnyJob, settings: Any
 ) -> tuple[str, ...]:
     """Note the settings that are given and without which the step would be the same."""
-    own = [field for name, field in rule.fields().items() if name not in _SHARED]
-    given = [field for field in own if getattr(options, field.name, None) is not None]
+    own = [name for name in rule.fields() if name not in _SHARED]
+    given = [name for name in own if getattr(options, name, None) is not None]
+    defaults = rule.make()
     idle = []
-    for field in given:
-        if getattr(settings, field.name) == field.default:
-            continue
+    for name in given:
         with contextlib.suppress(ConfigError):  # it would be refused, so the setting matters
-            other = rule.workload(job, replace(settings, **{field.name: field.default}))
+            changed = replace(settings, **{name: getattr(defaults, name)})
+            changed = rule.resolved(changed, job.parallel)
+            if changed == settings:
+                continue
+            other = rule.workload(job, changed)
             if all(getattr(other, part) == getattr(workload, part) for part in _PROGRAM):
-                idle.append(f"--{dashed(field.name)}")
+                idle.append(f"--{dashed(name)}")
     return (f"no effect on this job: {', '.join(idle)}",) if idle else ()
 
 
@@ -154,7 +172,7 @@ def _job(
     options: GenerateOptions, framework: str, settings: Any
 ) -> tuple[AnyJob, tuple[str, ...]]:
     """Return the job to train, and notes on defaults."""
-    parallel = parallel_of(options, RULES[framework])
+    parallel = parallel_of(options, getattr(settings, "data_axis", "dp_shard"))
     mbs = 1 if options.mbs is None else options.mbs
     gbs = options.gbs
     if gbs is None and parallel.pp > 1 and hasattr(settings, "pp_schedule"):
@@ -167,13 +185,19 @@ def _job(
         "mbs": mbs,
         "gbs": gbs,
         "dtype": parse_dtype(options.dtype) if options.dtype else DType.BF16,
+        "products": _products(options, framework),
     }
     if not workload_model.is_own(options.model):
         model, notes = workload_model.choose(options, framework, options.tp or 1)
         return Job(model=model, **spread), notes
     Spread(**spread)  # validates batches before the user's function gets them
     seq_len = workload_model.own_seq_len(options)
-    batch = Batch(mbs=spread["mbs"], seq_len=seq_len, dtype=spread["dtype"])
+    batch = Batch(
+        mbs=spread["mbs"],
+        seq_len=seq_len,
+        dtype=spread["dtype"],
+        products=spread["products"],
+    )
     architecture, notes = workload_model.choose_own(options, framework, batch)
     if options.model_name:
         architecture = replace(architecture, name=options.model_name)
@@ -203,8 +227,45 @@ def _translated(options: GenerateOptions, rule: Rule) -> GenerateOptions:
     return replace(options, **changes)
 
 
-def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
-    """Return the layout; its data ranks are what the world size leaves. Raises ConfigError."""
+def _with_precision(options: GenerateOptions, rule: Rule) -> GenerateOptions:
+    """Set the framework's settings that --precision stands for, where it has such.
+
+    Raises ConfigError for settings that contradict it.
+    """
+    if options.precision is None or "fp8_format" not in rule.fields():
+        return options
+    changes: dict[str, Any] = {}
+    for name, value in BY_PRECISION[options.precision].items():
+        given = getattr(options, name)
+        if given is None:
+            changes[name] = value
+        elif "none" in (given, value) and given != value:
+            raise ConfigError(name, given, f"{value} with --precision {options.precision}")
+    recipe = getattr(options, "fp8_recipe", None)
+    if recipe is not None and (recipe == "mxfp8") != (options.precision == "mxfp8"):
+        raise ConfigError("precision", options.precision, f"another with --fp8-recipe {recipe}")
+    return replace(options, **changes)
+
+
+def _products(options: GenerateOptions, framework: str) -> ProductPrecision | None:
+    """Return the products of linear layers, as torchao makes them, in a PyTorch framework.
+
+    Raises ConfigError for a framework without. Megatron-LM's are among its settings.
+    """
+    name = options.precision
+    if name in (None, "bf16") or "fp8_format" in RULES[framework].fields():
+        return None
+    if framework == "deepspeed":
+        allowed = "bf16 with DeepSpeed, whose rules have no narrower products"
+        raise ConfigError("precision", name, allowed)
+    return by_recipe(Recipe.TENSORWISE if name == "fp8" else Recipe(name))
+
+
+def parallel_of(options: GenerateOptions, data_axis: str) -> ParallelConfig:
+    """Return the layout; its data ranks are what the world size leaves. Raises ConfigError.
+
+    data_axis: theirs by default; "": there is one data rank.
+    """
     values = {
         name: getattr(options, name)
         for name in (*_MODEL_AXES, "ep", *_DATA_AXES)
@@ -217,7 +278,7 @@ def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
     if not 1 <= world <= 2**24:
         raise ConfigError("world-size", world, "from 1 to 16777216")
     free = [name for name in _DATA_AXES if name not in values]
-    axis = rule.data_axis if rule.data_axis in ("", *free) else (free[0] if free else "")
+    axis = data_axis if data_axis in ("", *free) else (free[0] if free else "")
     sizes = {name: getattr(parallel, name) for name in (*_MODEL_AXES, *_DATA_AXES)}
     unit = parallel.world_size
     if world % unit or (not axis and world != unit):
@@ -231,7 +292,7 @@ def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
         if not axis:
             allowed = f"the product of {words or 1} ({unit})"
             near = str(unit)
-            near += "" if rule.data_axis else "; --framework fsdp has data ranks, too"
+            near += "" if data_axis else "; --framework pytorch has data ranks, too"
         raise ConfigError("world-size", world, f"{allowed}, e.g. {near}")
     return replace(parallel, **{axis: world // unit}) if axis else parallel
 
@@ -244,4 +305,4 @@ def settings_of(framework: str, options: GenerateOptions) -> Any:
         for name, field in rule.fields().items()
         if (value := getattr(options, name, None)) is not None
     }
-    return rule.settings_class()(**values)
+    return rule.make(**values)

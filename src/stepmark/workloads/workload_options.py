@@ -7,6 +7,7 @@ too: `stepmark.workloads.workload_flags` adds them when the framework is known.
 from dataclasses import dataclass
 from typing import Annotated
 
+from stepmark.cases.train_case import NARROW
 from stepmark.ground.option_groups import (
     MICRO_BATCH,
     Axes,
@@ -15,7 +16,16 @@ from stepmark.ground.option_groups import (
     ModelChoice,
     TimeLimits,
 )
-from stepmark.ground.options import REQUIRED, Duration, Words, between, comma_list, flag, group
+from stepmark.ground.options import (
+    REQUIRED,
+    Duration,
+    Words,
+    between,
+    comma_list,
+    flag,
+    group,
+    words_of,
+)
 
 
 @group
@@ -127,6 +137,9 @@ class Layout(Axes):
         *MICRO_BATCH,
     )
     dtype: str | None = flag("of weights and activations [bf16]")
+    precision: Annotated[str, words_of("bf16", *NARROW)] | None = flag(
+        "of linear layers' products, over --dtype bf16 [as --dtype]"
+    )
 
 
 @group
@@ -166,7 +179,7 @@ class GenerateOptions(FrameworkChoice, Model, Experts, Layout, Rows):
     to: str | None = flag("of the file [native]", "--format", "--to", names="format")
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
     compute_from: str | None = flag(
-        "times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
+        "compute times: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
     )
     comp_filepath: str | None = flag(
         "AICB's --compute-from FILE; what that has not gets 1 ns, AICB's filler", rare=True
@@ -206,7 +219,7 @@ class ConvertOptions(NewFile):
 
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
     compute_from: str | None = flag(
-        "times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
+        "compute times: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
     )
 
 

@@ -29,6 +29,7 @@ from stepmark.store.view import print_text
 from stepmark.tables import export
 from stepmark.tables.columns import Row
 from stepmark.workloads import workload_tables, workload_text
+from stepmark.workloads.job import plain_settings
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.workload_files import StageFlag, stage_of
 from stepmark.workloads.workload_options import Rows
@@ -84,9 +85,7 @@ def _defaults(rules: str) -> dict[str, Any]:
     """Return the framework's default settings; unused axes have size 1."""
     if rules not in RULES:
         return {}
-    fields = RULES[rules].fields().items()
-    defaults = {name: getattr(field.default, "value", field.default) for name, field in fields}
-    return dict.fromkeys(_AXES, 1) | defaults
+    return dict.fromkeys(_AXES, 1) | plain_settings(RULES[rules].make())
 
 
 def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[str]:

@@ -73,7 +73,7 @@ class ExportCase:
         """Return the workload. Raise ConfigError if the rules refuse the job."""
         parallel = ParallelConfig(**dict(self.axes))
         rule = RULES[self.framework]
-        settings = rule.settings_class()(**dict(self.settings))
+        settings = rule.make(**dict(self.settings))
         if not rule.has_job:
             return timed(rule.workload(settings, parallel.world_size))
         job = Job(model=self.model, parallel=parallel, gbs=4 * parallel.data_ranks)

@@ -89,7 +89,7 @@ def tried(rng: random.Random, framework: str) -> tuple[str, Workload] | None:
     rule = RULES[framework]
     try:
         job = Job(model=model, parallel=parallel, gbs=gbs)
-        workload = rule.workload(job, rule.settings_class()(**values))
+        workload = rule.workload(job, rule.make(**values))
     except ConfigError:
         return None
     return f"{framework} {model.name} {axes} {values} gbs {gbs}", workload

@@ -68,6 +68,8 @@ def unsupported(family: str, backend: str, op: Any, capabilities: Capabilities) 
 
 
 def gemm(op: Gemm, capabilities: Capabilities) -> str | None:
+    if op.dtype.is_block_format or op.scaling is Scaling.BLOCKWISE:
+        return _not_measured(op.dtype if op.dtype.is_block_format else "blockwise fp8")
     if op.dtype.is_fp8:
         return _fp8(op, capabilities)
     if (reason := tf32(op, capabilities)) is not None:
@@ -78,6 +80,10 @@ def gemm(op: Gemm, capabilities: Capabilities) -> str | None:
         if capabilities.device_type == "cpu":
             return "torch.mm writes another type than its inputs' on GPUs only"
     return None
+
+
+def _not_measured(what: str) -> str:
+    return f"{what} products are predicted and not measured: no backend here runs them"
 
 
 def _stored(dtype: DType) -> DType:
@@ -108,6 +114,8 @@ def _fp8(op: Gemm, capabilities: Capabilities) -> str | None:
 
 def grouped_gemm(op: GroupedGemm, capabilities: Capabilities) -> str | None:
     """Check the grouped kernel; a loop of products runs anywhere."""
+    if (reason := grouped_loop(op, capabilities)) is not None:
+        return reason
     if capabilities.device_type == "cpu":
         return None
     if op.dtype is not DType.BF16:
@@ -117,6 +125,10 @@ def grouped_gemm(op: GroupedGemm, capabilities: Capabilities) -> str | None:
     if op.n % 8 or op.k % 8:
         return f"grouped_mm needs rows of whole 16 bytes; n {op.n}, k {op.k}"
     return None
+
+
+def grouped_loop(op: GroupedGemm, capabilities: Capabilities) -> str | None:
+    return _not_measured(f"grouped {op.dtype}") if op.dtype.is_narrow else None
 
 
 def optimizer(op: Optimizer, capabilities: Capabilities) -> str | None:
@@ -190,6 +202,7 @@ def _no_attention_here(name: str, capabilities: Capabilities) -> str | None:
 _LIMITS: dict[tuple[str, str], Callable[[Any, Capabilities], str | None]] = {
     ("gemm", "torch"): gemm,
     ("grouped-gemm", "torch"): grouped_gemm,
+    ("grouped-gemm", "loop"): grouped_loop,
     ("bmm", "torch"): tf32,
     ("mlp", "torch"): tf32,
     ("optimizer", "torch"): optimizer,

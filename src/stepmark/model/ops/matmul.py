@@ -30,19 +30,50 @@ class Layout(StrEnum):
 
 
 class Scaling(StrEnum):
-    """Granularity of fp8 scale factors."""
+    """Granularity of fp8 scale factors, which are fp32.
+
+    blockwise: per 128 elements of a row of A and per 128 x 128 of B (DeepSeek-V3 report,
+    section 3.3.2). In a wgrad, where B is no weight, they are per 128 elements, too; these 3 %
+    of an operand are not counted.
+    """
 
     NONE = "none"
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
+    BLOCKWISE = "blockwise"
 
 
 class Cast(StrEnum):
-    """Timed part of an fp8 product: the product, the casts from bf16, or both."""
+    """Timed part of a narrow product: the product, the casts from bf16, or both."""
 
     NONE = "none"
     ONLY = "only"
     INCLUDED = "included"
+
+
+BLOCK = 128  # of blockwise scale factors
+# Element types of experts' products.
+GROUPED = (*STORED[:3], DType.FP8_E4M3, DType.FP8_E5M2, DType.MXFP8, DType.NVFP4)
+
+
+def row_multiple(dtype: DType) -> int:
+    """Return what the rows of a product's operands are a multiple of.
+
+    torch._scaled_mm takes fp8 rows of whole 16 bytes, TransformerEngine 16 numbers of NVFP4 and
+    32 of MXFP8, whose blocks run along both dimensions (pytorch/quantization.py,
+    get_align_size_for_quantization; pytorch/tensor/mxfp8_tensor.py, is_quantizable).
+    """
+    if dtype is DType.MXFP8:
+        return 32
+    return 16 if dtype.is_narrow else 1
+
+
+def _check_rows(op: "Gemm | GroupedGemm") -> None:
+    multiple = row_multiple(op.dtype)
+    name, size = ("n", op.n) if op.n % multiple else ("k", op.k)
+    if size % multiple:
+        kind = "fp8" if op.dtype.is_fp8 else op.dtype
+        raise ConfigError(name, size, f"a multiple of {multiple} for {kind}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +86,7 @@ class Gemm(Operator):
     dtype: DType = choice("element type", default=DType.BF16)
     layout: Layout = choice("memory layout of A and B", default=Layout.NT)
     out_dtype: DType | None = choice(
-        "type of the result [bf16 for fp8 inputs, else that of A]", default=None
+        "type of the result [bf16 for fp8 and narrower, else that of A]", default=None
     )
     scaling: Scaling = choice("fp8 scale factors", default=Scaling.NONE)
     cast: Cast = choice("fp8: time the product, the casts, or both", default=Cast.NONE)
@@ -64,19 +95,17 @@ class Gemm(Operator):
         validate(self)
         if self.dtype.is_fp8 and self.scaling is Scaling.NONE:
             object.__setattr__(self, "scaling", Scaling.TENSORWISE)
-        if not self.dtype.is_fp8 and (self.scaling, self.cast) != (Scaling.NONE, Cast.NONE):
-            raise ConfigError(
-                "scaling, cast", f"{self.scaling}, {self.cast}", "only with fp8 dtypes"
-            )
-        name, size = ("n", self.n) if self.n % 16 else ("k", self.k)
-        if self.dtype.is_fp8 and size % 16:
-            raise ConfigError(name, size, "a multiple of 16 for fp8")
+        if not self.dtype.is_fp8 and self.scaling is not Scaling.NONE:
+            raise ConfigError("scaling", self.scaling, "only with fp8 dtypes")
+        if not self.dtype.is_narrow and self.cast is not Cast.NONE:
+            raise ConfigError("cast", self.cast, "only with fp8 dtypes and narrower ones")
+        _check_rows(self)
 
     @property
     def result_dtype(self) -> DType:
         if self.out_dtype is not None:
             return self.out_dtype
-        return DType.BF16 if self.dtype.is_fp8 else self.dtype
+        return DType.BF16 if self.dtype.is_narrow else self.dtype
 
     @property
     def shape_text(self) -> str:
@@ -88,10 +117,21 @@ class Gemm(Operator):
         return 0 if self.cast is Cast.ONLY else 2 * self.m * self.n * self.k
 
     @property
+    def _operand_bytes(self) -> int:
+        """Return the bytes of A and B, with the scale factors of blocks."""
+        num_bytes = self.dtype.num_bytes(self.m * self.k) + self.dtype.num_bytes(
+            self.k * self.n
+        )
+        if self.scaling is not Scaling.BLOCKWISE:
+            return num_bytes  # factors per tensor or row are too few to count
+        factors = -(-self.k // BLOCK) * (self.m + -(-self.n // BLOCK))
+        return num_bytes + DType.FP32.itemsize * factors
+
+    @property
     def bytes_moved(self) -> int:
         operands = self.m * self.k + self.k * self.n
-        product = operands * self.dtype.itemsize + self.m * self.n * self.result_dtype.itemsize
-        casts = operands * (DType.BF16.itemsize + self.dtype.itemsize)
+        product = self._operand_bytes + self.m * self.n * self.result_dtype.itemsize
+        casts = operands * DType.BF16.itemsize + self._operand_bytes
         match self.cast:
             case Cast.NONE:
                 return product
@@ -105,7 +145,7 @@ class Gemm(Operator):
         operands = self.m * self.k + self.k * self.n
         source = DType.BF16.itemsize if self.cast is not Cast.NONE else 0
         result = self.m * self.n * self.result_dtype.itemsize
-        return operands * (self.dtype.itemsize + source) + result
+        return operands * source + self._operand_bytes + result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +178,8 @@ class GroupedGemm(Operator):
     """One product per expert in one call; experts may have different numbers of tokens.
 
     fwd: y_Tn = x_Tk @ w_Gkn; dgrad: dx_Tk = dy_Tn @ w_Gkn.T; wgrad: dw_Gkn = x.T @ dy, where T
-    runs over all tokens of the rank, G over its experts.
+    runs over all tokens of the rank, G over its experts. Results of narrow types are bf16;
+    fp8 scale factors are not counted (blockwise ones add 3 % to an operand).
     """
 
     num_groups: int = count("experts on this rank", high=2**16)
@@ -148,8 +189,12 @@ class GroupedGemm(Operator):
     skew: float = count(
         "Zipf exponent of tokens per expert; 0 = balanced", low=0, high=4, default=0.0
     )
-    dtype: DType = choice("element type", default=DType.BF16, allowed=STORED[:3])
+    dtype: DType = choice("element type", default=DType.BF16, allowed=GROUPED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd", "dgrad", "wgrad"))
+
+    def __post_init__(self) -> None:
+        validate(self)
+        _check_rows(self)
 
     def group_sizes(self) -> tuple[int, ...]:
         """Return the tokens of each expert: shares 1/rank^skew, rounded to sum to `tokens`."""
@@ -171,13 +216,23 @@ class GroupedGemm(Operator):
     @property
     def bytes_moved(self) -> int:
         active = sum(size > 0 for size in self.group_sizes())
-        weights = (self.num_groups if self.phase is Phase.WGRAD else active) * self.n * self.k
-        return (self.tokens * (self.n + self.k) + weights) * self.dtype.itemsize
+        return self._num_bytes(self.num_groups if self.phase is Phase.WGRAD else active)
 
     @property
     def memory_bytes(self) -> int:
-        elements = self.tokens * (self.n + self.k) + self.num_groups * self.n * self.k
-        return elements * self.dtype.itemsize
+        return self._num_bytes(self.num_groups)
+
+    def _num_bytes(self, num_weights: int) -> int:
+        """Return the bytes of both operands and the result; the weights of some experts."""
+        result_dtype = DType.BF16 if self.dtype.is_narrow else self.dtype
+        sizes = {
+            Phase.FWD: self.tokens * self.n,
+            Phase.DGRAD: self.tokens * self.k,
+            Phase.WGRAD: num_weights * self.n * self.k,
+        }
+        result = sizes[self.phase]
+        operands = [size for phase, size in sizes.items() if phase is not self.phase]
+        return sum(map(self.dtype.num_bytes, operands)) + result_dtype.num_bytes(result)
 
 
 MatmulOp = Gemm | GroupedGemm | Bmm

@@ -306,4 +306,4 @@ def make_loop(op: GroupedGemm, device: torch.device) -> Call:
 
 
 GROUPED = Impl(make=make_grouped, unsupported=unsupported_grouped)
-LOOP = Impl(make=make_loop)
+LOOP = Impl(make=make_loop, unsupported=backends.grouped_loop)

@@ -52,7 +52,8 @@ class Messages:
     of the same calls; end_spread, the median of how far apart the ends of a call lie, which the
     error of the clocks does not exceed (None where no call tells it).
     partial: kinds of which some ranks have no trace, so that their transfers may contain
-    waiting. unmatched, uncounted: why, and how many calls.
+    waiting. unmatched, uncounted: why, and how many calls. groups: ranks of the world between
+    which a kind is sent.
     """
 
     histogram: Histogram = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Messages:
     end_spread: float | None = None
     clocks_agree: bool = False
     partial: set[MessageKind] = field(default_factory=set)
+    groups: dict[MessageKind, set[tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +76,7 @@ class _Kind:
     is_partial: bool = False  # some ranks of its group have no trace
     calls: int = 0
     ranks: set[int] = field(default_factory=set)
+    groups: set[tuple[int, ...]] = field(default_factory=set)
     timed: int = 0
     transfer: int = 0
     kernels: int = 0
@@ -148,6 +151,7 @@ def match(
         )
     result.kernels = {own.kind: own.kernels for own in kinds.values() if own.timed}
     result.partial = {own.kind for own in kinds.values() if own.is_partial}
+    result.groups = {own.kind: own.groups for own in kinds.values()}
     return result
 
 
@@ -170,14 +174,13 @@ def _calls(
             args = calls.args[comm]
             members = members_of(args, info)
             kind = kind_of(args, members, PHASES[phase])
-            known[comm, phase] = (
-                kind
-                if isinstance(kind, str)
-                else (
-                    (kind.group, members, _pair(rank, kind, args, members)),
-                    kinds.setdefault(kind, _Kind(kind)),
-                )
-            )
+            if isinstance(kind, str):
+                known[comm, phase] = kind
+            else:
+                pair = _pair(rank, kind, args, members)
+                own = kinds.setdefault(kind, _Kind(kind))
+                own.groups.add(_participants(members, pair))
+                known[comm, phase] = ((kind.group, members, pair), own)
         series = known[comm, phase]
         if isinstance(series, str):
             uncounted[series] += 1
@@ -197,6 +200,13 @@ def _pair(
     return (rank, peer) if kind.collective == SEND else (peer, rank)
 
 
+def _participants(
+    members: Sequence[int], pair: tuple[int | None, int | None] | None
+) -> tuple[int, ...]:
+    """Return the ranks between which a message is sent, as far as they are known."""
+    return tuple(rank for rank in (members if pair is None else pair) if rank is not None)
+
+
 def _matched(
     channel: _Channel,
     lists: Mapping[int, list[_Call]],
@@ -206,7 +216,7 @@ def _matched(
     """Yield the calls of all ranks of each message that is matched; count the others."""
     group, members, pair = channel
     label = f"group {group}" if group else "a group"
-    participants = [rank for rank in (members if pair is None else pair) if rank is not None]
+    participants = _participants(members, pair)
     if not members or (pair is not None and len(participants) < 2):
         text = f"the ranks of {label} are not in the trace"
         unmatched[text] += sum(map(len, lists.values()))

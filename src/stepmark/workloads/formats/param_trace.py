@@ -704,7 +704,7 @@ def _communication(
 
 def _compute(compute: ComputeOp) -> dict[str, Any] | None:
     op = compute.op
-    if isinstance(op, Gemm) and not op.dtype.is_fp8:
+    if isinstance(op, Gemm) and not op.dtype.is_narrow:
         dims = {"mm0_dim0": op.m, "mm0_dim1": op.k, "mm1_dim0": op.k, "mm1_dim1": op.n}
         return {"compute": "gemm", "count": 1, **dims, "dtype": DTYPES[op.dtype]}
     if isinstance(op, EmbeddingBag):

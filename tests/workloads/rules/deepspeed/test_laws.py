@@ -16,10 +16,11 @@ from stepmark.model.ops import Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.workloads.job import Job
+from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.deepspeed.modules import Param
 from stepmark.workloads.rules.deepspeed.rule import all_reduce_buckets, workload
 from stepmark.workloads.rules.deepspeed.settings import DeepSpeed, Switch
-from stepmark.workloads.rules.pytorch import ddp
+from stepmark.workloads.rules.pytorch import rule
 
 LLAMA = replace(MODELS["llama"], vocab_size=512)  # every tensor divides by 4 ranks
 PARAMS = LLAMA.num_params
@@ -72,8 +73,8 @@ def test_stage_3_is_one_and_a_half_times_ddp() -> None:
     """Two gathers and a scatter against an all-reduce, which is a scatter and a gather."""
     sharded = workload(job(), zero(3))
     parallel = ParallelConfig(dp_replicate=4)
-    plain = ddp.workload(
-        replace(job(), parallel=parallel), ddp.Ddp(param_dtype=DType.BF16, clip=False)
+    plain = rule.workload(
+        replace(job(), parallel=parallel), RULES["ddp"].make(param_dtype=DType.BF16, clip=False)
     )
     assert bus_bytes(sharded, "dp") == 1.5 * bus_bytes(plain, "ddp")
 

@@ -15,10 +15,10 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.model import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.workloads.job import Job
+from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron.pipeline_layout import chunks_of
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
 from stepmark.workloads.rules.megatron.settings import CpComm, Granularity, RouterDtype
-from stepmark.workloads.rules.pytorch import fsdp
 
 from .jobs import DENSE, EXPERTS, LATENT, comms, make
 
@@ -400,4 +400,4 @@ def test_only_megatron_shares_kv_heads() -> None:
     job = make(tp=8)
     assert workload(job, Megatron()).stages
     with pytest.raises(ConfigError, match=r"tp 8 is invalid: .* divisor .* kv_heads \(4\)"):
-        fsdp.workload(job, fsdp.Fsdp())
+        RULES["fsdp"].workload(job, RULES["fsdp"].make())

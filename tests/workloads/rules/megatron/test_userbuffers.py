@@ -76,7 +76,7 @@ def test_a_ring_exposes_what_a_piece_takes_longer_to_come(tp: int, rate: float) 
     plan = make_plan(make(tp=tp), OVERLAPPED)
     leaf = leaves(plan, moe=False)["mlp.gate_up"]
     elements = plan.tokens * plan.model.hidden_size
-    ops = userbuffers.ring_gather(plan, leaf, leaf.fwd, elements, Phase.FWD)
+    ops = userbuffers.ring_gather(plan, leaf, leaf.fwd, {"elements": elements}, Phase.FWD)
     compute_s, comm_s = costs_of(ops, plan, rate)
     product, hop = compute_s / tp, comm_s / (tp - 1)
     step = simulate(alone(plan, ops), ideal_costs(FLOPS_PER_S, rate))

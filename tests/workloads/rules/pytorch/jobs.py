@@ -14,9 +14,15 @@ from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.model.parallel import ParallelConfig, StageSplit
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.workloads.job import Job
-from stepmark.workloads.rules.pytorch import fsdp
-from stepmark.workloads.rules.pytorch.fsdp import Fsdp, StageEnds
+from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.schedules import Schedule
+from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds
+
+# Settings of one kind of data parallelism.
+FSDP = RULES["fsdp"].make
+DDP = RULES["ddp"].make
+ALONE = RULES["pp"].make
 
 DENSE = ModelConfig(
     name="small",
@@ -53,7 +59,7 @@ def make(
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Job, Fsdp]:
+def jobs(draw: st.DrawFn) -> tuple[Job, PyTorch]:
     """Any of the models over any mesh that fits, with any settings of the fsdp rule."""
     model = draw(st.sampled_from((DENSE, BIASED, EXPERTS)))
     mesh = {axis: draw(st.sampled_from((1, 2))) for axis in ("cp", "dp_replicate")}
@@ -66,7 +72,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Fsdp]:
         mesh["pp"] = draw(st.sampled_from((1, 2, 4)))
     schedule = draw(st.sampled_from(Schedule))
     count = draw(st.sampled_from((4, 8, 12)))
-    settings = Fsdp(
+    settings = FSDP(
         reshard_after_forward=draw(st.sampled_from(("yes", "no"))),
         prefetch=draw(st.sampled_from((1, 2))),
         blocks_per_group=draw(st.sampled_from((1, 2))),
@@ -76,6 +82,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Fsdp]:
             st.sampled_from(GradSync if mesh.get("pp", 1) == 1 else [GradSync.EVERY])
         ),
         recompute=draw(st.sampled_from(Recompute)),
+        async_tp=draw(st.booleans()),
         pp_schedule=schedule,
         pp_microbatches=draw(st.sampled_from((0, count))),
         pp_split=draw(st.sampled_from(StageSplit)),
@@ -84,7 +91,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Fsdp]:
 
 
 def generated(job: Job, **settings: Any) -> Workload:
-    made = fsdp.workload(job, Fsdp(**settings))
+    made = rule.workload(job, FSDP(**settings))
     made.check()
     return made
 

@@ -17,17 +17,17 @@ from stepmark.model.model import find_model
 from stepmark.model.ops import Phase
 from stepmark.step.module import Param
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Workload
-from stepmark.workloads.rules.pytorch import ddp
-from stepmark.workloads.rules.pytorch.ddp import Ddp, assign_buckets, completed_buckets
+from stepmark.workloads.rules.pytorch import rule
+from stepmark.workloads.rules.pytorch.ddp import assign_buckets, completed_buckets
 
-from .jobs import BIASED, DENSE, EXPERTS, comms, make
+from .jobs import BIASED, DDP, DENSE, EXPERTS, comms, make
 
 WIDE = replace(DENSE, hidden_size=512, ffn_hidden_size=1024, head_dim=64, vocab_size=4096)
 
 
 def generated(model: Any = WIDE, *, microbatches: int = 1, **settings: Any) -> Workload:
     job = make(model, dp_replicate=4, microbatches=microbatches)
-    made = ddp.workload(job, Ddp(**settings))
+    made = rule.workload(job, DDP(**settings))
     made.check()
     return made
 

@@ -16,23 +16,26 @@ from hypothesis import strategies as st
 from stepmark.cases import flops
 from stepmark.cases.message import RECV, SEND
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import GradSync, Recompute
+from stepmark.cases.training import DataParallel, GradSync, Recompute
 from stepmark.ground.dtypes import DType
-from stepmark.model.collectives import Collective
+from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.model import ModelConfig, find_model, load_models
 from stepmark.model.ops import Attention, Gemm, GroupedGemm, Optimizer, Phase
+from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.step import native
 from stepmark.step.workload import CommOp, ComputeOp, Group, Kernel, Run, Workload
 from stepmark.workloads.job import Job
-from stepmark.workloads.rules.pytorch import ddp, fsdp, plain, step
+from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.pytorch import rule, step
 from stepmark.workloads.rules.pytorch.case import of_case
-from stepmark.workloads.rules.pytorch.ddp import Ddp
-from stepmark.workloads.rules.pytorch.fsdp import Fsdp, StageEnds
 from stepmark.workloads.rules.pytorch.fsdp_recorder import REDUCE, REPLICATE
 from stepmark.workloads.rules.pytorch.schedules import Schedule
+from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds
 
 from .jobs import (
+    ALONE,
     BIASED,
+    DDP,
     DENSE,
     EXPERTS,
     FP32,
@@ -47,10 +50,10 @@ from .jobs import (
 
 @bounds(max_examples=40, deadline=None)
 @given(jobs())
-def test_flops_are_two_per_token_and_active_parameter(made: tuple[Job, Fsdp]) -> None:
+def test_flops_are_two_per_token_and_active_parameter(made: tuple[Job, PyTorch]) -> None:
     """Backward twice that: the embedding's gradient is taken, so the first layer's too."""
     job, settings = made
-    found = matmul_flops(fsdp.workload(job, settings))
+    found = matmul_flops(rule.workload(job, settings))
     tokens = job.tokens * job.num_microbatches
     assert found[Phase.FWD] * job.parallel.tp == 2 * tokens * job.model.num_active_matmul_params
     assert found[Phase.DGRAD] + found[Phase.WGRAD] == 2 * found[Phase.FWD]
@@ -70,12 +73,12 @@ def recomputed_flops(program: Workload) -> int:
 
 @bounds(max_examples=40, deadline=None)
 @given(jobs())
-def test_what_runs_again_is_what_executed_flops_count(made: tuple[Job, Fsdp]) -> None:
+def test_what_runs_again_is_what_executed_flops_count(made: tuple[Job, PyTorch]) -> None:
     """Workload and HFU follow from one statement: cases/recompute.py."""
     job, settings = made
     case = TrainCase(model=job.model, recompute=settings.recompute)
     tokens = job.tokens * job.num_microbatches
-    again = recomputed_flops(fsdp.workload(job, settings)) * job.parallel.tp
+    again = recomputed_flops(rule.workload(job, settings)) * job.parallel.tp
     assert again == flops.recomputed(case) * tokens
 
 
@@ -90,9 +93,9 @@ def test_executed_flops_of_every_model_are_those_of_its_workload(
 
 @bounds(max_examples=20, deadline=None)
 @given(jobs())
-def test_neighbours_send_what_the_others_receive(made: tuple[Job, Fsdp]) -> None:
+def test_neighbours_send_what_the_others_receive(made: tuple[Job, PyTorch]) -> None:
     """In one order, with one size and micro-batch, forward as backward."""
-    program = fsdp.workload(*made)
+    program = rule.workload(*made)
     last = len(program.stages) - 1
     for stage in range(last + 1):
         for ahead in (1, -1):
@@ -118,9 +121,9 @@ def transfers(
 
 @bounds(max_examples=20, deadline=None)
 @given(jobs())
-def test_what_waits_finds_what_it_waits_for(made: tuple[Job, Fsdp]) -> None:
+def test_what_waits_finds_what_it_waits_for(made: tuple[Job, PyTorch]) -> None:
     """Copies out of gathers, transfers, and the ends of backward passes."""
-    program = fsdp.workload(*made)
+    program = rule.workload(*made)
     program.check()
     for stage in range(len(program.stages)):
         issued: Counter[str] = Counter()
@@ -137,8 +140,8 @@ def test_what_waits_finds_what_it_waits_for(made: tuple[Job, Fsdp]) -> None:
 
 @bounds(max_examples=20, deadline=None)
 @given(jobs())
-def test_gradients_are_waited_for_before_they_are_clipped(made: tuple[Job, Fsdp]) -> None:
-    program = fsdp.workload(*made)
+def test_gradients_are_waited_for_before_they_are_clipped(made: tuple[Job, PyTorch]) -> None:
+    program = rule.workload(*made)
     for stage in range(len(program.stages)):
         open_names: set[str] = set()
         for one in program.expand(stage):
@@ -159,8 +162,8 @@ def is_copy_in(one: ComputeOp) -> bool:
 
 @bounds(max_examples=15, deadline=None)
 @given(jobs())
-def test_programs_are_the_same_after_writing_and_reading(made: tuple[Job, Fsdp]) -> None:
-    program = fsdp.workload(*made)
+def test_programs_are_the_same_after_writing_and_reading(made: tuple[Job, PyTorch]) -> None:
+    program = rule.workload(*made)
     again = native.decode(native.encode(program))
     for stage in range(len(program.stages)):
         assert list(again.expand(stage)) == list(program.expand(stage))
@@ -190,7 +193,7 @@ def test_fully_sharded_is_half_as_much_again_as_ddp(
     copies = make(model, dp_replicate=mesh["dp_shard"], cp=mesh.get("cp", 1))
     sharded = generated(shards, **FP32, ends=StageEnds.ROOT)
     of_tensors = lambda one: one.group != "cp"  # noqa: E731
-    reduced = bus_bytes(ddp.workload(copies, Ddp(**{"autocast": False})), of_tensors)
+    reduced = bus_bytes(rule.workload(copies, DDP(**{"autocast": False})), of_tensors)
     root = bus_bytes(
         sharded,
         lambda one: one.module == "root" and one.collective == Collective.ALL_GATHER,
@@ -227,10 +230,10 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(
     width=st.integers(8, 80).map(lambda n: 2 * n),
     vocab=st.integers(20, 300),
     ranks=st.sampled_from((2, 3, 4, 7)),
-    ends=st.sampled_from(fsdp.StageEnds),
+    ends=st.sampled_from(StageEnds),
 )
 def test_shards_hold_all_parameters_and_padding_of_rows(
-    width: int, vocab: int, ranks: int, ends: fsdp.StageEnds
+    width: int, vocab: int, ranks: int, ends: StageEnds
 ) -> None:
     model = replace(DENSE, ffn_hidden_size=width, vocab_size=vocab)
     made = generated(make(model, dp_shard=ranks), ends=ends, **FP32)
@@ -329,12 +332,105 @@ SPREAD: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("pp", {}, {"pp": 4}),
     ("pp", {"pp_schedule": Schedule.INTERLEAVED}, {"pp": 2, "tp": 2}),
 ]
-RULES: dict[str, tuple[Any, Any]] = {
-    "fsdp": (fsdp.workload, Fsdp),
-    "ddp": (ddp.workload, Ddp),
-    "tp": (plain.workload, plain.Tp),
-    "pp": (plain.workload, plain.Pp),
-}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "given", "alias"),
+    [
+        ({"dp_shard": 4}, {}, "fsdp"),
+        ({"cp": 2}, {}, "fsdp"),
+        ({"dp_shard": 2, "dp_replicate": 2}, {}, "fsdp"),
+        ({"dp_replicate": 4}, {"data_parallel": DataParallel.FSDP}, "fsdp"),
+        ({"dp_replicate": 4}, {}, "ddp"),
+        ({"dp_shard": 4}, {"data_parallel": DataParallel.DDP}, "ddp"),
+        ({"tp": 4}, {}, "tp"),
+        ({"pp": 2, "microbatches": 2}, {}, "pp"),
+        ({}, {}, "tp"),
+    ],
+)
+def test_data_parallelism_follows_from_the_axes_as_in_torchtitan(
+    mesh: dict[str, int], given: dict[str, Any], alias: str
+) -> None:
+    """parallel_dims.fsdp_enabled: dp_shard_enabled or cp_enabled."""
+    job = make(**mesh)
+    chosen = RULES["pytorch"].workload(job, RULES["pytorch"].make(**given))
+    older = RULES[alias].workload(job, RULES[alias].make())
+    names = ("rules", "settings")
+    assert replace(chosen, **{name: getattr(older, name) for name in names}) == older
+    assert (chosen.rules, older.rules) == ("pytorch", alias)
+    assert older.settings.items() <= chosen.settings.items()
+
+
+@pytest.mark.parametrize(("model", "ep"), [(DENSE, 1), (EXPERTS, 2), (EXPERTS, 4)])
+def test_weights_are_sharded_over_data_and_context_ranks(model: ModelConfig, ep: int) -> None:
+    """parallel_dims: dp_shard_cp is the mesh of fully_shard; experts have 1 / ep of it."""
+
+    def sent(**mesh: int) -> Counter[tuple[str, int, str]]:
+        made = generated(make(model, ep=ep, **mesh))
+        return Counter(
+            (op.collective, op.count, op.group)
+            for op in comms(made)
+            if op.group in ("fsdp", "expert_fsdp")
+        )
+
+    assert sent(dp_shard=4, cp=2) == sent(dp_shard=8)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}])
+def test_gathers_in_fp8_have_a_byte_for_each_narrow_weight(mesh: dict[str, int]) -> None:
+    """Products of a block are narrow; its norms, the table and the head are not."""
+    job = replace(make(**mesh), products=by_recipe(Recipe.TENSORWISE))
+    plain, low = (generated(job, fp8_all_gather=is_low) for is_low in (False, True))
+    gathers = [
+        [op.count * op.dtype.itemsize for op in comms(made) if op.collective == "all_gather"]
+        for made in (plain, low)
+    ]
+    tp = mesh.get("tp", 1)
+    narrow = DENSE.layer_matmul_params() // tp // mesh["dp_shard"]
+    saved = [before - after for before, after in zip(*gathers, strict=True)]
+    assert sorted(set(saved)) == [0, narrow]
+    assert saved.count(narrow) == 2 * DENSE.num_layers
+    scales = [op for op in comms(low) if op.module == "scales"]
+    assert [op.count for op in scales] == [5 * DENSE.num_layers] * len(mesh)
+    assert all(op.redop is RedOp.MAX for op in scales)
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_shard": 2, "pp": 2, "microbatches": 4}])
+def test_only_adapters_are_reduced_and_updated(
+    model: ModelConfig, mesh: dict[str, int]
+) -> None:
+    """Frozen weights are gathered as before."""
+    job = make(model, **mesh)
+    full, low = (generated(job, lora_rank=rank) for rank in (None, 4))
+    for stage, layers in enumerate(low.stages):
+        sent, before = (
+            {
+                kind: sum(
+                    op.count * op.dtype.itemsize
+                    for op in comms(made, stage)
+                    if op.collective == kind and op.module in ("blocks", "embedding", "output")
+                )
+                for kind in ("all_gather", "reduce_scatter")
+            }
+            for made in (low, full)
+        )
+        adapters = sum(
+            4 * (linear.width + linear.out)
+            for layer in layers.layers
+            for linear in model.linears(moe=layer >= model.num_dense_layers)
+            if linear.name != "ffn.router" and not linear.is_routed
+        )
+        assert sent["reduce_scatter"] == 4 * adapters // mesh["dp_shard"] * (
+            job.num_microbatches if len(low.stages) == 1 else 1
+        )
+        assert sent["all_gather"] > before["all_gather"]
+        (updated,) = (
+            op.op.num_params
+            for op in low.expand(stage)
+            if isinstance(op, ComputeOp) and isinstance(op.op, Optimizer)
+        )
+        assert updated == adapters // mesh["dp_shard"]
 
 
 def items(made: Workload) -> int:
@@ -345,9 +441,10 @@ def items(made: Workload) -> int:
 def test_a_program_does_not_grow_with_micro_batches(
     rule: str, settings: dict[str, Any], mesh: dict[str, int]
 ) -> None:
-    function, kind = RULES[rule]
+    kind = RULES[rule]
     few, many = (
-        function(make(microbatches=count, **mesh), kind(**settings)) for count in (32, 4096)
+        kind.workload(make(microbatches=count, **mesh), kind.make(**settings))
+        for count in (32, 4096)
     )
     assert items(few) == items(many)
     for count, made in ((32, few), (4096, many)):
@@ -375,7 +472,7 @@ def test_a_program_does_not_grow_with_layers(model: ModelConfig, mesh: dict[str,
 @pytest.mark.parametrize("schedule", Schedule)
 def test_stages_have_all_layers_and_micro_batches_once(schedule: Schedule) -> None:
     job = make(replace(DENSE, num_layers=11), microbatches=8, pp=4)
-    made = plain.workload(job, plain.Pp(pp_schedule=schedule))
+    made = rule.workload(job, ALONE(pp_schedule=schedule))
     made.check()
     assert sorted(one for stage in made.stages for one in stage.layers) == list(range(11))
     for stage, has in enumerate(made.stages):
@@ -410,12 +507,12 @@ def test_a_pipelines_gradients_are_reduced_once_a_pass() -> None:
 
 @bounds(max_examples=20, deadline=None)
 @given(jobs())
-def test_what_is_the_same_again_is_what_going_on_would_give(made: tuple[Job, Fsdp]) -> None:
+def test_what_is_the_same_again_is_what_going_on_would_give(made: tuple[Job, PyTorch]) -> None:
     """Passes of a pipeline that are repeated against all of them one by one."""
-    repeated = fsdp.workload(*made)
+    repeated = rule.workload(*made)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step.PipelineStage, "_skipped", lambda *_args: 0)
-        single = fsdp.workload(*made)
+        single = rule.workload(*made)
     for stage in range(len(repeated.stages)):
         assert list(repeated.expand(stage)) == list(single.expand(stage))
 

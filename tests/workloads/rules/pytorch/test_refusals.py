@@ -6,139 +6,144 @@ from typing import Any
 import pytest
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
+from stepmark.cases.training import CompileScope, DataParallel, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import find_model
-from stepmark.workloads.rules.pytorch import ddp, fsdp, plain
+from stepmark.model.product_precision import Recipe, by_recipe
+from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.case import of_case
-from stepmark.workloads.rules.pytorch.ddp import Ddp
-from stepmark.workloads.rules.pytorch.fsdp import Fsdp
-from stepmark.workloads.rules.pytorch.plain import Pp, Tp
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
-from .jobs import BIASED, DENSE, EXPERTS, make
+from .jobs import ALONE, BIASED, DDP, DENSE, EXPERTS, FSDP, make
 
-FUNCTIONS: dict[type, Any] = {
-    Fsdp: fsdp.workload,
-    Ddp: ddp.workload,
-    Tp: plain.workload,
-    Pp: plain.workload,
-}
-INTERLEAVED = Pp(pp_schedule=Schedule.INTERLEAVED)
+INTERLEAVED = ALONE(pp_schedule=Schedule.INTERLEAVED)
 
 CASES: list[tuple[Any, dict[str, int], Any, str]] = [
     (
-        Fsdp(reshard_after_forward="3"),
+        FSDP(reshard_after_forward="3"),
         {"dp_shard": 8},
         DENSE,
         "reshard_after_forward 3 is invalid: it must be one of yes, no, 2, 4 for 8 shards",
     ),
-    (Fsdp(reshard_after_forward="8"), {"dp_shard": 8}, DENSE, "reshard_after_forward 8"),
+    (FSDP(reshard_after_forward="8"), {"dp_shard": 8}, DENSE, "reshard_after_forward 8"),
     (
-        Fsdp(reshard_after_forward="maybe"),
+        FSDP(reshard_after_forward="maybe"),
         {"dp_shard": 2},
         DENSE,
         "reshard_after_forward maybe",
     ),
     (
-        Fsdp(reshard_after_forward="2"),
+        FSDP(reshard_after_forward="2"),
         {"dp_shard": 8, "ep": 8},
         EXPERTS,
         "reshard_after_forward 2 is invalid: it must be a divisor of 1 shards of experts",
     ),
     (
-        Fsdp(reshard_after_forward="4"),
+        FSDP(reshard_after_forward="4"),
         {"dp_shard": 8, "ep": 4},
         EXPERTS,
         "reshard_after_forward 4 is invalid: it must be a divisor of 2 shards of experts",
     ),
     (
-        Fsdp(blocks_per_group=9),
+        FSDP(blocks_per_group=9),
         {"dp_shard": 2},
         DENSE,
         "blocks_per_group 9 is invalid: it must be at most 8 layers",
     ),
     (
-        Fsdp(),
+        FSDP(),
         {"dp_shard": 4, "ep": 2, "tp": 2},
         EXPERTS,
         "tp 2 is invalid: it must be 1, since small has experts",
     ),
     (
-        Fsdp(),
+        FSDP(),
         {"dp_shard": 2, "ep": 8},
         EXPERTS,
         r"ep 8 is invalid: it must be a divisor of dp-shard x cp \(2\)",
     ),
     (
-        Fsdp(),
+        FSDP(),
         {"dp_shard": 2, "pp": 2, "microbatches": 2},
         BIASED,
         "pp 2 is invalid: it must be 1, since small ties embedding and head",
     ),
     (
-        Fsdp(),
+        FSDP(),
         {"dp_shard": 2, "pp": 16, "microbatches": 16},
         DENSE,
         "pipeline stages: '16' is invalid: it must be at most 10",
     ),
     (
-        Ddp(),
+        DDP(),
         {"dp_replicate": 2, "tp": 2},
         DENSE,
-        "tp 2 is invalid: it must be 1, or the fsdp rule",
+        "tp 2 is invalid: it must be 1 with ddp",
     ),
     (
-        Ddp(),
+        DDP(),
         {"dp_replicate": 2, "pp": 2},
         DENSE,
-        "pp 2 is invalid: it must be 1, or the fsdp rule",
+        "pp 2 is invalid: it must be 1 with ddp",
     ),
     (
-        Ddp(),
+        DDP(),
         {"dp_replicate": 1, "dp_shard": 2, "ep": 2},
         EXPERTS,
-        "ep 2 is invalid: it must be 1, or the fsdp rule",
+        "ep 2 is invalid: it must be 1 with ddp",
     ),
     (
-        Tp(),
+        ALONE(),
         {"tp": 2, "dp_shard": 2},
         DENSE,
-        "dp-shard 2 is invalid: it must be 1, or the fsdp rule",
+        "dp-shard 2 is invalid: it must be 1 without data parallelism",
     ),
     (
-        Tp(),
-        {"pp": 2, "microbatches": 2},
+        ALONE(lora_rank=4),
+        {"tp": 2},
         DENSE,
-        "pp 2 is invalid: it must be 1, or the pp rule",
+        "tp 2 is invalid: it must be 1 with lora_rank: DTensor's plans divide no adapters",
     ),
     (
-        Tp(),
+        FSDP(lora_rank=4, lora_targets="q,v"),
+        {"dp_shard": 2},
+        DENSE,
+        "lora_targets 'q, v' is invalid: it must be all or none of q, k, v",
+    ),
+    (
+        FSDP(lora_rank=4, lora_targets="q,k,v,mlp"),
+        {"dp_shard": 2},
+        DENSE,
+        "lora_targets mlp is invalid: it must be some of q, k, v, out",
+    ),
+    (
+        ALONE(),
         {"tp": 8},
         DENSE,
         r"tp 8 is invalid: it must be a divisor of small's kv_heads \(4\)",
     ),
     (
-        Tp(),
+        ALONE(),
         {"tp": 4},
         replace(DENSE, seq_len=62),
         r"seq-len 62 is invalid: it must be a multiple of cp x tp \(4\)",
     ),
     (
-        Pp(),
+        ALONE(),
         {"pp": 2, "dp_replicate": 2},
         DENSE,
-        "dp-replicate 2 is invalid: it must be 1, or the fsdp rule",
+        "dp-replicate 2 is invalid: it must be 1 without data parallelism",
     ),
     (
-        Pp(),
+        ALONE(),
         {"pp": 4, "microbatches": 2},
         DENSE,
         r"gbs 4 is invalid: it must be 8 or more: 1f1b needs pp \(4\) micro-batches of 2",
     ),
     (
-        Pp(pp_microbatches=3),
+        ALONE(pp_microbatches=3),
         {"pp": 2, "microbatches": 8},
         DENSE,
         "pp_microbatches 3 is invalid: it must be a divisor of 8 micro-batches",
@@ -163,50 +168,56 @@ def test_what_does_not_fit_is_one_line(
     settings: Any, mesh: dict[str, int], model: Any, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said) as found:
-        FUNCTIONS[type(settings)](make(model, **mesh), settings)
+        rule.workload(make(model, **mesh), settings)
     assert "\n" not in str(found.value)
 
 
+def test_the_older_name_tp_has_no_pipeline() -> None:
+    kind = RULES["tp"]
+    with pytest.raises(ConfigError, match="pp 2 is invalid: it must be 1, or the pp rule"):
+        kind.workload(make(pp=2, microbatches=2), kind.make())
+
+
 SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
-    (Fsdp, {"prefetch": 0}, "prefetch 0 is invalid: it must be 1 or more"),
-    (Fsdp, {"blocks_per_group": 0}, "blocks_per_group 0 is invalid: it must be 1 or more"),
+    (FSDP, {"prefetch": 0}, "prefetch 0 is invalid: it must be 1 or more"),
+    (FSDP, {"blocks_per_group": 0}, "blocks_per_group 0 is invalid: it must be 1 or more"),
     (
-        Fsdp,
+        FSDP,
         {"recompute_some": 3, "recompute_every": 2},
         "recompute_some 3 is invalid: it must be at most",
     ),
-    (Fsdp, {"pp_microbatches": -1}, "pp_microbatches -1 is invalid: it must be 0 or more"),
-    (Pp, {"pp_stages": 0}, "pp_stages 0 is invalid: it must be 1 or more"),
-    (Ddp, {"bucket_cap_mb": -1}, "bucket_cap_mb -1 is invalid: it must be 0 or more"),
-    (Ddp, {"recompute_every": 0}, "recompute_every 0 is invalid: it must be 1 or more"),
-    (Tp, {"recompute_some": 0}, "recompute_some 0 is invalid: it must be 1 or more"),
+    (FSDP, {"pp_microbatches": -1}, "pp_microbatches -1 is invalid: it must be 0 or more"),
+    (ALONE, {"pp_stages": 0}, "pp_stages 0 is invalid: it must be 1 or more"),
+    (DDP, {"bucket_cap_mb": -1}, "bucket_cap_mb -1 is invalid: it must be 0 or more"),
+    (DDP, {"recompute_every": 0}, "recompute_every 0 is invalid: it must be 1 or more"),
+    (ALONE, {"recompute_some": 0}, "recompute_some 0 is invalid: it must be 1 or more"),
     (
-        Fsdp,
+        FSDP,
         {"param_dtype": DType.INT8},
         "param_dtype int8 is invalid: it must be fp32, bf16 or fp16",
     ),
     (
-        Fsdp,
+        FSDP,
         {"reduce_dtype": DType.FP8_E5M2},
         "reduce_dtype fp8_e5m2 is invalid: it must be fp32, bf16 or fp16",
     ),
     (
-        Fsdp,
+        FSDP,
         {"shard_dtype": DType.INT64},
         "shard_dtype int64 is invalid: it must be fp32, bf16 or fp16",
     ),
     (
-        Ddp,
+        DDP,
         {"param_dtype": DType.UINT8},
         "param_dtype uint8 is invalid: it must be fp32, bf16 or fp16",
     ),
     (
-        Tp,
+        ALONE,
         {"param_dtype": DType.TF32},
         "param_dtype tf32 is invalid: it must be fp32, bf16 or fp16",
     ),
     (
-        Pp,
+        ALONE,
         {"param_dtype": DType.FP64},
         "param_dtype fp64 is invalid: it must be fp32, bf16 or fp16",
     ),
@@ -221,23 +232,25 @@ def test_settings_that_mean_nothing_are_refused(
         kind(**values)
 
 
-@pytest.mark.parametrize("settings", [Fsdp(), Ddp(), Tp(), Pp()])
+@pytest.mark.parametrize("settings", [FSDP(), DDP(), ALONE()])
 @pytest.mark.parametrize("dtype", [DType.FP8_E4M3, DType.TF32, DType.INT32])
 def test_types_of_activations_that_are_not_modelled(settings: Any, dtype: DType) -> None:
     with pytest.raises(
         ConfigError, match=f"dtype {dtype} is invalid: it must be fp32, bf16 or fp16"
     ):
-        FUNCTIONS[type(settings)](replace(make(), dtype=dtype), settings)
+        rule.workload(replace(make(), dtype=dtype), settings)
+
+
+@pytest.mark.parametrize("products", [None, by_recipe(Recipe.ROWWISE), by_recipe(Recipe.MXFP8)])
+def test_weights_are_gathered_in_fp8_where_they_have_one_scale(products: Any) -> None:
+    job = replace(make(dp_shard=2), products=products)
+    with pytest.raises(ConfigError, match=r"fp8_all_gather .* it works only with fp8"):
+        rule.workload(job, FSDP(fp8_all_gather=True))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"fp8": Fp8.TENSORWISE, "fp8_all_gather": True},
-            "fp8-all-gather is invalid: it must be off.*add --no-fp8-all-gather",
-        ),
-        ({"async_tp": True}, "async-tp"),
         ({"loss_chunks": 4}, "loss-chunks 4"),
         (
             {"precision": Precision.MASTER, "data_parallel": DataParallel.FSDP},

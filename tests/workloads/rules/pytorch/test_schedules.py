@@ -1,21 +1,22 @@
 """Schedules of torch's pipelines: what is done, in which order, and how much is held."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from stepmark.ground.errors import ConfigError
+from stepmark.model.ops import Phase
 from stepmark.model.parallel import StageSplit, stage_layers
 from stepmark.workloads.pipeline import WITH_MICROBATCH, Act, Action
-from stepmark.workloads.rules.pytorch.fsdp import Fsdp
-from stepmark.workloads.rules.pytorch.fsdp import workload as fsdp_workload
+from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.schedules import (
     Order,
     Schedule,
     spans,
 )
 
-from .jobs import make
+from .jobs import ALONE, FSDP, make
 
 
 def actions(order: Order, rank: int) -> Iterator[tuple[Act, int]]:
@@ -78,10 +79,31 @@ def test_layers_are_split_as_torchtitan_does(layers: int, stages: int) -> None:
 
 def test_stages_of_fsdp_have_torchtitans_layers_and_say_so() -> None:
     """Of 8 layers over 4 stages the ends have fewer; over 2 stages all are equal."""
-    workload = fsdp_workload(make(dp_shard=2, pp=4, microbatches=4), Fsdp())
+    workload = rule.workload(make(dp_shard=2, pp=4, microbatches=4), FSDP())
     assert [len(stage.layers) for stage in workload.stages] == [2, 3, 2, 1]
     (note,) = workload.notes
     assert note.startswith("layers of the 4 pipeline stages: 2, 3, 2, 1: embedding and head")
-    even = fsdp_workload(make(dp_shard=2, pp=4, microbatches=4), Fsdp(pp_split=StageSplit.EVEN))
+    even = rule.workload(make(dp_shard=2, pp=4, microbatches=4), FSDP(pp_split=StageSplit.EVEN))
     assert [len(stage.layers) for stage in even.stages] == [2, 2, 2, 2]
-    assert even.notes == fsdp_workload(make(pp=2, microbatches=2), Fsdp()).notes == ()
+    assert even.notes == rule.workload(make(pp=2, microbatches=2), FSDP()).notes == ()
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+def test_fewer_micro_batches_than_stages_are_taken_where_torch_takes_them(
+    schedule: Schedule,
+) -> None:
+    """schedules.py: Schedule1F1B raises, GPipe does not, flex_pp has one round."""
+    job = make(pp=4, microbatches=3)
+    if schedule is Schedule.ONE_F_ONE_B:
+        with pytest.raises(ConfigError, match=r"gbs 6 .* 8 or more.*interleaved or gpipe"):
+            rule.workload(job, ALONE(pp_schedule=schedule))
+        return
+    made = rule.workload(job, ALONE(pp_schedule=schedule, pp_stages=2))
+    made.check()
+    for index, stage in enumerate(made.stages):
+        cores = Counter(
+            (op.layer, op.microbatch)
+            for op in made.expand(index)
+            if op.module == "attention.core" and op.phase is Phase.FWD
+        )
+        assert cores == Counter((layer, micro) for layer in stage.layers for micro in range(3))

@@ -12,8 +12,7 @@ from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Phase
 from stepmark.step.workload import COMPUTE, CommOp, Operation, Workload
 from stepmark.workloads.job import Job
-from stepmark.workloads.rules.pytorch import fsdp
-from stepmark.workloads.rules.pytorch.fsdp import Fsdp, StageEnds
+from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.fsdp_recorder import (
     COMPUTE_DONE,
     GATHER,
@@ -21,15 +20,16 @@ from stepmark.workloads.rules.pytorch.fsdp_recorder import (
     REPLICATE,
 )
 from stepmark.workloads.rules.pytorch.schedules import Schedule
+from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds
 
 from .jobs import DENSE, EXPERTS, comms, generated, jobs, make
 
 
 @bounds(max_examples=25, deadline=None)
 @given(jobs())
-def test_what_is_sent_for_all_micro_batches_is_of_none(made: tuple[Job, Fsdp]) -> None:
+def test_what_is_sent_for_all_micro_batches_is_of_none(made: tuple[Job, PyTorch]) -> None:
     """Of a pipeline the reductions; else they are of the micro-batch they come with."""
-    program = fsdp.workload(*made)
+    program = rule.workload(*made)
     for stage in range(len(program.stages)):
         for one in program.expand(stage):
             stem = (one.name or getattr(getattr(one, "op", None), "name", "")).partition(".")[0]
@@ -41,9 +41,9 @@ def test_what_is_sent_for_all_micro_batches_is_of_none(made: tuple[Job, Fsdp]) -
 
 @bounds(max_examples=20, deadline=None)
 @given(jobs())
-def test_one_process_group_is_one_stream(made: tuple[Job, Fsdp]) -> None:
+def test_one_process_group_is_one_stream(made: tuple[Job, PyTorch]) -> None:
     """FSDP's gathers and reductions: NCCL runs a group's kernels one after the other."""
-    program = fsdp.workload(*made)
+    program = rule.workload(*made)
     for stage in range(len(program.stages)):
         for one in comms(program, stage):
             if one.name.partition(".")[0] in (GATHER, REDUCE, REPLICATE):

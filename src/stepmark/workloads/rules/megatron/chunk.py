@@ -17,7 +17,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Phase
 from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
-from stepmark.workloads.rules.megatron import gradients
+from stepmark.workloads.rules.megatron import gradients, narrow
 from stepmark.workloads.rules.megatron.combined import order, pieces
 from stepmark.workloads.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
 from stepmark.workloads.rules.megatron.layer import attention, embedding, experts, head, mlp
@@ -63,7 +63,8 @@ class Library:
     plan: Plan
     blocks: dict[str, Block]
     operations: dict[str, tuple[Operation, ...]] = field(default_factory=dict)
-    of_layer: dict[bool, tuple[Param, ...]] = field(default_factory=dict)  # by is_moe
+    of_layer: dict[str, tuple[Param, ...]] = field(default_factory=dict)  # by kind
+    num_products: dict[str, int] = field(default_factory=dict)  # narrow ones, by kind
     _changed: dict[tuple[str, tuple[tuple[int, Change], ...], tuple[str, ...]], str] = field(
         default_factory=dict
     )
@@ -73,12 +74,16 @@ class Library:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        for kind in {_kind(plan, layer) for layer in (0, plan.model.num_layers - 1)}:
+        for kind in {kind_of(plan, layer) for layer in range(plan.model.num_layers)}:
             steps = _layer(plan, kind)
-            self.of_layer[kind == _MOE] = gradients.layer_params(plan, moe=kind == _MOE)
+            own = plan_of(plan, kind)
+            self.of_layer[kind] = gradients.layer_params(own, moe=has_experts(kind))
+            block = own.tree.block(moe=has_experts(kind))
+            self.num_products[kind] = narrow.num_products(block.walk())
             self.add(f"{kind}.forward", forward(steps))
             self.add(f"{kind}.again", forward(steps, again=True))
-            self.add(f"{kind}.backward", backward(steps, _selected(plan, steps)))
+            groups = selected(plan, [step.module for step in steps])
+            self.add(f"{kind}.backward", backward(steps, groups))
             if plan.settings.overlap_moe_expert_parallel_comm:
                 self._add_pieces(kind)
             self.add(f"{kind}.full", (*self.operations[f"{kind}.again"], *backward(steps)))
@@ -95,8 +100,8 @@ class Library:
         parts = pieces(
             attention_steps,
             mlp_steps,
-            _selected(plan, (*attention_steps, *mlp_steps)),
-            is_moe=kind.startswith(_MOE),
+            selected(plan, [step.module for step in (*attention_steps, *mlp_steps)]),
+            is_moe=has_experts(kind),
             delays=plan.settings.delay_wgrad_compute,
         )
         for number, piece in enumerate(parts.forward):
@@ -196,8 +201,20 @@ def is_moe(plan: Plan, layer: int) -> bool:
     return plan.model.moe is not None and layer >= plan.model.moe.first_dense_layers
 
 
-def _kind(plan: Plan, layer: int) -> str:
-    return _MOE if is_moe(plan, layer) else _DENSE
+def kind_of(plan: Plan, layer: int) -> str:
+    """Return dense or moe, with .bf16 of a layer that stays so among narrow ones."""
+    kind = _MOE if is_moe(plan, layer) else _DENSE
+    stays = narrow.is_bf16_layer(plan.settings, layer, plan.model.num_layers)
+    return f"{kind}.bf16" if stays else kind
+
+
+def has_experts(kind: str) -> bool:
+    return kind.startswith(_MOE)
+
+
+def plan_of(plan: Plan, kind: str) -> Plan:
+    """Return the plan of a layer of this kind."""
+    return plan.in_bf16 if kind.endswith(".bf16") else plan
 
 
 def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
@@ -213,8 +230,9 @@ def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     if chunk.has_embedding:
         segments.append(Segment(block="embedding.forward", places=(EMBEDDING,)))
     for place, layer in enumerate(chunk.layers):
-        name = f"{_kind(plan, layer)}.forward"
+        name = f"{kind_of(plan, layer)}.forward"
         segments.append(Segment(block=name, layer=layer, places=(place,)))
+    segments += _amax(library, chunk, Phase.FWD)
     if chunk.has_head:
         segments.append(Segment(block="head.forward", places=(HEAD,)))
     return segments
@@ -226,15 +244,26 @@ def backward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     if chunk.has_head:
         segments.append(Segment(block="head.backward", places=(HEAD,)))
     segments += reversed(_checkpoints(library, chunk))
+    segments += _amax(library, chunk, Phase.BWD)
     if chunk.has_embedding:
         segments.append(Segment(block="embedding.backward", places=(EMBEDDING,)))
     return segments
 
 
+def _amax(library: Library, chunk: Chunk, phase: Phase) -> list[Segment]:
+    """Return the reduction of delayed scaling; the rank's chunks count as equally long."""
+    plan = library.plan
+    of_chunk = sum(library.num_products[kind_of(plan, layer)] for layer in chunk.layers)
+    count = of_chunk * plan.settings.virtual_pipeline_model_parallel_size
+    if not (reduced := narrow.amax(plan, count, phase)):
+        return []
+    return [Segment(block=library.add(f"amax.{phase}.{count}", reduced))]
+
+
 def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
     """Return layers in forward order; layers with a common checkpoint are one segment."""
     settings = library.plan.settings
-    kinds = [_kind(library.plan, layer) for layer in chunk.layers]
+    kinds = [kind_of(library.plan, layer) for layer in chunk.layers]
     full = settings.recompute_granularity is Granularity.FULL
     uniform = full and settings.recompute_method == "uniform"
     size = settings.recompute_num_layers
@@ -293,7 +322,7 @@ def combined_runs(
     for name, is_forward, place in order(forward.num_layers, backward.num_layers):
         if place < len(layers[is_forward]):
             layer = layers[is_forward][place]
-            block = f"{_kind(plan, layer)}.combined.{name}"
+            block = f"{kind_of(plan, layer)}.combined.{name}"
             runs = library.runs([Segment(block=block, layer=layer)])
             items += _at_microbatch(runs, microbatches[0 if is_forward else 1])
     items += _at_microbatch(library.runs(after), microbatches[0])
@@ -317,16 +346,17 @@ def _parts(
     plan: Plan, kind: str, *, apart: bool = False
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Return a layer's attention and its MLP. apart: exchanges over ep have their stream."""
-    return attention(plan), experts(plan, apart=apart) if kind == _MOE else mlp(plan)
+    own = plan_of(plan, kind)
+    return attention(own), experts(own, apart=apart) if has_experts(kind) else mlp(own)
 
 
-def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
-    """Return the modules of selective recompute, and the group that recomputes each."""
+def selected(plan: Plan, modules: Sequence[str]) -> dict[str, str]:
+    """Return those of a layer's modules that selective recompute names, with their group."""
     groups: dict[str, str] = {}
     outside = ("mlp.norm", "mlp.residual")
-    has_router = any(step.module == "mlp.router" for step in steps)
+    has_router = "mlp.router" in modules
     for word in plan.settings.modules:
-        for module in (step.module for step in steps):
+        for module in modules:
             name = adapted(module)
             inside = {
                 "core_attn": name == "attention.core",

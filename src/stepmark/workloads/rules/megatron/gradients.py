@@ -22,6 +22,7 @@ from stepmark.model.ops import Optimizer, Phase
 from stepmark.step.module import Module
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Operation
 from stepmark.workloads.pipeline import wait
+from stepmark.workloads.rules.megatron import narrow
 from stepmark.workloads.rules.megatron.lora import adapted
 from stepmark.workloads.rules.megatron.settings import Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
@@ -42,6 +43,7 @@ class Param:
     whole: bool = False  # on all tp ranks, each with the gradient of its tokens
     expert: bool = False  # reduced over the ranks with the same experts
     own_bucket: bool = False  # shared by first and last stage
+    is_narrow: bool = False  # an operand of narrow products, cast once per step
     place: int = 0  # layer of the chunk, or EMBEDDING, HEAD
 
 
@@ -52,10 +54,16 @@ class Bucket:
     params: tuple[Param, ...]
     padded: int
     expert: bool
+    is_fp8: bool = False  # gathered in FP8
 
     @property
     def count(self) -> int:
         return sum(param.count for param in self.params)
+
+    @property
+    def narrow_counts(self) -> tuple[int, ...]:
+        """Elements of each weight of narrow products."""
+        return tuple(param.count for param in self.params if param.is_narrow)
 
 
 def layer_params(plan: Plan, *, moe: bool) -> tuple[Param, ...]:
@@ -75,15 +83,26 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
     weight = leaf.params[0]
     if not weight.is_trained:
         return
+    is_narrow = narrow.is_narrow(leaf)
     if weight.is_expert:
         num_experts = weight.shape[0]
         is_apart = plan.job.parallel.ep > 1
         for _ in range(num_experts):
-            yield Param(module=leaf.role, count=weight.numel // num_experts, expert=is_apart)
+            yield Param(
+                module=leaf.role,
+                count=weight.numel // num_experts,
+                expert=is_apart,
+                is_narrow=is_narrow,
+            )
     elif leaf.is_linear:
         for param in leaf.params:
             is_whole = param.is_partial and plan.sequence_parallel
-            yield Param(module=leaf.role, count=param.numel, whole=is_whole)
+            yield Param(
+                module=leaf.role,
+                count=param.numel,
+                whole=is_whole,
+                is_narrow=is_narrow and param is weight,
+            )
     else:
         # Norms of heads are summed over tp even without sequence parallelism: ranks have
         # different heads.
@@ -93,11 +112,11 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
 
 
 def chunk_params(
-    plan: Plan, chunk: Chunk, is_moe: Sequence[bool], of_layer: Mapping[bool, tuple[Param, ...]]
+    plan: Plan, chunk: Chunk, kinds: Sequence[str], of_layer: Mapping[str, tuple[Param, ...]]
 ) -> tuple[Param, ...]:
     """Return a chunk's parameters in the order of named_parameters.
 
-    is_moe: by layer. of_layer: layer_params of a dense layer and of one with experts.
+    kinds: of the layers. of_layer: layer_params of each kind.
     """
     model = plan.model
     params = list[Param]()
@@ -110,8 +129,8 @@ def chunk_params(
             params.append(
                 Param(module="embedding", count=table.numel, place=EMBEDDING, own_bucket=alone)
             )
-    for place, moe in enumerate(is_moe):
-        params += [replace(param, place=place) for param in of_layer[moe]]
+    for place, kind in enumerate(kinds):
+        params += [replace(param, place=place) for param in of_layer[kind]]
     if chunk.has_head:
         norm, head, _ = plan.tree.output().inside
         leaves = [norm, head] if shared or not model.tied_embeddings else [norm]
@@ -128,9 +147,23 @@ def buckets(plan: Plan, params: Sequence[Param], *, split: bool) -> tuple[Bucket
 
     split: several buckets, as on the first stage's first chunk if reductions overlap.
     """
-    dense = [param for param in params if not param.expert]
-    experts = [param for param in params if param.expert]
-    return (*_cut(plan, dense, split, False), *_cut(plan, experts, split, True))
+    # Parameters that are gathered in FP8 have buffers of their own, with their gradients.
+    types = (True, False) if narrow.gathers_fp8(plan) else (False,)
+    return tuple(
+        replace(bucket, is_fp8=is_fp8)
+        for expert in (False, True)
+        for is_fp8 in types
+        for bucket in _cut(
+            plan,
+            [
+                param
+                for param in params
+                if param.expert is expert and (len(types) == 1 or param.is_narrow is is_fp8)
+            ],
+            split,
+            expert,
+        )
+    )
 
 
 def _cut(plan: Plan, params: list[Param], split: bool, expert: bool) -> Iterator[Bucket]:
@@ -210,6 +243,7 @@ def gather(plan: Plan, bucket: Bucket, *, name: str = "") -> tuple[CommOp, ...]:
         group,
         Phase.FWD if name else Phase.OPTIM,
         "parameters",
+        DType.UINT8 if bucket.is_fp8 else None,
         stream=stream_of(bucket) if name else COMPUTE,
         name=name,
     )
@@ -310,8 +344,9 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
         # The update of this rank's share of parameters, in fp32.
         own = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
         count = sum(bucket.count for bucket in own)
+        group = "intra_expt_dp" if expert else "intra_dp_cp"
         if sharded:
-            ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
+            ranks = plan.size(group)
             count = sum(bucket.padded for bucket in own) // ranks
         if own:
             ops.append(
@@ -321,6 +356,8 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
                     module="optimizer.experts" if expert else "optimizer",
                 )
             )
+            counts = [size for bucket in own for size in bucket.narrow_counts]
+            ops += narrow.weight_casts(plan, counts, group)
         # Each optimizer gathers all buckets of the chunks, including the other's.
         for bucket in stage.all_buckets if gathers else ():
             ops += gather(plan, bucket)

@@ -31,10 +31,11 @@ from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.model import MoeConfig
 from stepmark.model.ops import Attention, Phase
+from stepmark.step.layout import is_cast
 from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation
 from stepmark.workloads.job import DUAL
-from stepmark.workloads.rules.megatron import lora, userbuffers
+from stepmark.workloads.rules.megatron import lora, narrow, userbuffers
 from stepmark.workloads.rules.megatron.settings import Balancing, CpComm, Dispatcher, Plan
 from stepmark.workloads.rules.megatron.steps import Step, awaiting, of_leaf
 
@@ -74,6 +75,8 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
     module = leaf.role
     rows = plan.tokens * width
     first = leaf.fwd[0]
+    sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"))
+    casts = tuple(op for op in leaf.fwd if is_cast(op))
     send = partial(
         plan.comms,
         elements=rows,
@@ -89,12 +92,16 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
         return Step(module=module, fwd=leaf.fwd, bwd=backward, pending=name)
     gather = f"{module}.gather"
     scatter = f"{module}.scatter"
-    forward: tuple[Operation, ...] = (*send(Collective.ALL_GATHER, phase=Phase.FWD), *leaf.fwd)
+    forward: tuple[Operation, ...] = (
+        *casts,
+        *send(Collective.ALL_GATHER, phase=Phase.FWD, **sent),
+        *leaf.fwd[len(casts) :],
+    )
     if userbuffers.gathers_by_ring(plan, leaf, is_column=True):
-        forward = userbuffers.ring_gather(plan, leaf, leaf.fwd, rows, Phase.FWD)
+        forward = userbuffers.ring_gather(plan, leaf, leaf.fwd, sent, Phase.FWD)
     again: tuple[CommOp, ...] = ()
     if weight_grads:
-        again = send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather)
+        again = send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather, **sent)
     return Step(
         module=module,
         fwd=forward,
@@ -115,9 +122,10 @@ def row(plan: Plan, leaf: Module, width: int) -> Step:
     if userbuffers.scatters_in_parts(plan):
         step = replace(step, fwd=userbuffers.pipelined_scatter(plan, leaf, rows))
     if userbuffers.gathers_by_ring(plan, leaf, is_column=False):
-        inputs = [op for op in leaf.bwd if op.phase is Phase.DGRAD]
-        weights = [op for op in leaf.bwd if op.phase is not Phase.DGRAD]
-        ring = userbuffers.ring_gather(plan, leaf, inputs, rows, Phase.DGRAD)
+        inputs = [op for op in leaf.bwd if op.phase is Phase.DGRAD or is_cast(op)]
+        weights = [op for op in leaf.bwd if op not in inputs]
+        sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"))
+        ring = userbuffers.ring_gather(plan, leaf, inputs, sent, Phase.DGRAD)
         step = replace(step, bwd=(*ring, *weights))
     return step
 
@@ -132,8 +140,11 @@ def _summed(
     sums = send(kind, phase=Phase.FWD, layer=layer)
     gathers: tuple[CommOp, ...] = ()
     if plan.sequence_parallel:
-        gathers = send(Collective.ALL_GATHER, phase=Phase.DGRAD, layer=layer)
-    return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=(*gathers, *leaf.bwd))
+        sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"))
+        gathers = send(Collective.ALL_GATHER, phase=Phase.DGRAD, layer=layer, **sent)
+    casts = tuple(op for op in leaf.bwd if is_cast(op))
+    bwd: tuple[Operation, ...] = (*casts, *gathers, *leaf.bwd[len(casts) :])
+    return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=bwd)
 
 
 def embedding(plan: Plan) -> Step:

@@ -41,6 +41,7 @@ from stepmark.workloads.rules.megatron.chunk import (
     first_forward,
     forward_segments,
     is_moe,
+    kind_of,
     last_backward,
 )
 from stepmark.workloads.rules.megatron.gradients import StageParams
@@ -188,7 +189,7 @@ class _StageBuilder:
         self.chunks = chunks
         self.plan = plan = library.plan
         self.blocks = library.blocks
-        kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
+        kinds = [[kind_of(plan, layer) for layer in chunk.layers] for chunk in chunks]
         params = tuple(
             gradients.chunk_params(plan, chunk, kind, library.of_layer)
             for chunk, kind in zip(chunks, kinds, strict=True)
@@ -201,7 +202,7 @@ class _StageBuilder:
             ),
             is_first=index == 0,
             is_last=index == pipeline.num_stages - 1,
-            moe_layers=sum(map(sum, kinds)),
+            moe_layers=sum(is_moe(plan, layer) for chunk in chunks for layer in chunk.layers),
         )
 
     def build(self) -> Stage:

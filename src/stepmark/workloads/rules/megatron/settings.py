@@ -26,6 +26,8 @@ from stepmark.workloads.job import (
     refuse_first,
     setting,
 )
+from stepmark.workloads.rules.megatron import narrow
+from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp4Recipe, Fp8Format, Fp8Recipe
 from stepmark.workloads.rules.megatron.pipeline_layout import num_chunks
 
 
@@ -179,6 +181,19 @@ class Megatron:
         ",".join(LORA_TARGETS), "layers with adapters (Megatron-Bridge's target_modules)"
     )
     make_vocab_size_divisible_by: int = setting(128, "pad the vocabulary to this x tp")
+    fp8_format: Fp8Format = setting(
+        Fp8Format.NONE, "products in FP8: e4m3, or hybrid with gradients in e5m2"
+    )
+    fp8_recipe: Fp8Recipe = setting(Fp8Recipe.DELAYED, "scaling of FP8")
+    fp8_param_gather: bool = setting(False, "gather parameters in FP8 (mxfp8: in bf16)")
+    fp4_format: Fp4Format = setting(Fp4Format.NONE, "products in FP4: e2m1")
+    fp4_recipe: Fp4Recipe = setting(Fp4Recipe.NVFP4, "scaling of FP4")
+    tp_only_amax_red: bool = setting(
+        False, "delayed scaling: maxima over tp and cp, not over data ranks, too"
+    )
+    first_last_layers_bf16: bool = setting(False, "first and last layers stay in bf16")
+    num_layers_at_start_in_bf16: int = setting(1, "with first_last_layers_bf16: first layers")
+    num_layers_at_end_in_bf16: int = setting(1, "with first_last_layers_bf16: last layers")
 
     def __post_init__(self) -> None:
         sizes = ("expert_tensor_parallel_size", "recompute_num_layers", "ddp_bucket_size")
@@ -229,6 +244,7 @@ class Megatron:
         for word in self.adapted_layers:
             if word not in LORA_TARGETS:
                 raise not_one_of("lora_targets", word, tuple(LORA_TARGETS))
+        narrow.check(self)
         uneven = [name for name in _UNEVEN if getattr(self, name) is not None]
         accounts = [name for name in _ACCOUNTS if getattr(self, name)]
         if uneven and accounts:
@@ -322,6 +338,11 @@ class Plan:
         """Communication inside a layer."""
         return partial(self.comms, layer=0, microbatch=0)
 
+    @property
+    def in_bf16(self) -> "Plan":
+        """The plan of layers that stay in bf16 among narrow ones."""
+        return replace(self, job=replace(self.job, products=None))
+
     def size(self, group: str) -> int:
         return self.comms.groups[group].size
 
@@ -347,7 +368,8 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     settings = _with_chunks(settings, job.parallel.pp)
     multiple = settings.make_vocab_size_divisible_by
     model = model_as("megatron", job.model, job.parallel.tp, multiple)
-    job = replace(job, model=model)
+    narrow.check_layers(settings, model.num_layers, job.parallel.pp)
+    job = replace(job, model=model, products=narrow.products_of(settings))
     plan = Plan(
         job=job, settings=settings, comms=Comms(groups=groups(job, settings), dtype=job.dtype)
     )

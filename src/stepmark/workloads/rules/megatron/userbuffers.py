@@ -15,8 +15,9 @@ comm_gemm_overlap.cpp (CommOverlapP2PBase::split_overlap_ag, CommOverlapBase::sp
 megatron-core 0.16.1, extensions/transformer_engine.py. Only read.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.collectives import Collective
@@ -50,15 +51,16 @@ def scatters_in_parts(plan: Plan) -> bool:
 
 
 def ring_gather(
-    plan: Plan, leaf: Module, ops: Iterable[ComputeOp], elements: int, phase: Phase
+    plan: Plan, leaf: Module, ops: Sequence[ComputeOp], sent: Mapping[str, Any], phase: Phase
 ) -> tuple[Operation, ...]:
-    """Return products of rows that go round the ring. elements: of all rows.
+    """Return products of rows that go round the ring, after casts of the rank's own rows.
 
-    A piece of rows is sent on when it has come, whatever the products do.
+    sent: elements of all rows, and their type. A piece of rows is sent on when it has come,
+    whatever the products do.
     """
     tp = plan.tp
     name = f"{leaf.role}.ring"
-    message = (elements // tp, "tp", phase, leaf.role)
+    message = (sent["elements"] // tp, "tp", phase, leaf.role, sent.get("dtype"))
     moves: list[CommOp] = []
     for _ in range(tp - 1):
         moves += plan.inside(SEND, *message, peer=1, stream="tp")
@@ -92,7 +94,7 @@ def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operatio
 
 
 def _with_products_apart(
-    ops: Iterable[ComputeOp],
+    ops: Sequence[ComputeOp],
 ) -> tuple[list[ComputeOp], list[ComputeOp]]:
     """Return what comes before products, such as casts, and the products."""
     whole: list[ComputeOp] = []

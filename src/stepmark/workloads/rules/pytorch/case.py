@@ -1,21 +1,19 @@
 """The workload of a training case, from the PyTorch rule and settings that describe it."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import TypeVar
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.ops import Gemm, Scaling
-from stepmark.step.workload import ComputeOp, Item, Workload
+from stepmark.model.product_precision import Recipe, by_recipe
+from stepmark.step.workload import Workload
 from stepmark.workloads.job import Job, refuse_first
-from stepmark.workloads.rules.pytorch import ddp, fsdp, plain
+from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.schedules import Schedule
+from stepmark.workloads.rules.pytorch.settings import PyTorch
 
-T = TypeVar("T")
-Settings = fsdp.Fsdp | ddp.Ddp | plain.Pp | plain.Tp
 _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
 
@@ -23,18 +21,6 @@ def of_case(case: TrainCase) -> Workload:
     """Return one optimizer step of `stepmark train`. Raises ConfigError if not derived."""
     is_sharded = case.data_parallel is DataParallel.FSDP
     refuse_first(
-        (
-            case.fp8_all_gather,
-            "fp8-all-gather",
-            "yes",
-            "off, since gathers of fp8 are not derived: add --no-fp8-all-gather",
-        ),
-        (
-            case.async_tp,
-            "async-tp",
-            "yes",
-            "it must be off: its pieces are not derived, capture them",
-        ),
         (
             case.loss_chunks > 1,
             "loss-chunks",
@@ -48,40 +34,24 @@ def of_case(case: TrainCase) -> Workload:
             "amp with fsdp: its shards are fp32",
         ),
     )
-    kind: type[Settings] = plain.Pp if case.parallel.pp > 1 else plain.Tp
-    if case.data_parallel is not DataParallel.NONE:
-        kind = fsdp.Fsdp if is_sharded else ddp.Ddp
-    workload = _workload(job_of(case), settings_of(case, kind))
+    workload = _workload(job_of(case), settings_of(case))
     if case.compile is not CompileScope.NONE:
         workload = replace(workload, notes=(*workload.notes, _COMPILED))
-    return workload if case.fp8 is Fp8.NONE else _in_fp8(workload, case)
-
-
-def _in_fp8(workload: Workload, case: TrainCase) -> Workload:
-    """Return the step with its linear layers in fp8, whose casts are no operations."""
-    scaling = Scaling.ROWWISE if case.fp8 is Fp8.ROWWISE else Scaling.TENSORWISE
-    kept = ("router", *(() if case.fp8_head else ("head",)))
-
-    def lowered(item: Item) -> Item:
-        if isinstance(item, ComputeOp) and not item.module.endswith(kept):
-            op = item.op  # experts' grouped products stay in bf16
-            if isinstance(op, Gemm) and op.n % 16 == op.k % 16 == 0:
-                return replace(item, op=replace(op, dtype=DType.FP8_E4M3, scaling=scaling))
-        return item
-
-    blocks = {name: tuple(map(lowered, items)) for name, items in workload.blocks.items()}
-    return replace(workload, blocks=blocks)
+    return workload
 
 
 @lru_cache(maxsize=8)  # several options make no difference to it
-def _workload(job: Job, settings: Settings) -> Workload:
-    match settings:
-        case fsdp.Fsdp():
-            return fsdp.workload(job, settings)
-        case ddp.Ddp():
-            return ddp.workload(job, settings)
-        case _:
-            return plain.workload(job, settings)
+def _workload(job: Job, settings: PyTorch) -> Workload:
+    return rule.workload(job, settings)
+
+
+_RECIPES = {
+    Fp8.TENSORWISE: Recipe.TENSORWISE,
+    Fp8.ROWWISE: Recipe.ROWWISE,
+    Fp8.TE: Recipe.DELAYED,
+    Fp8.MXFP8: Recipe.MXFP8,
+    Fp8.NVFP4: Recipe.NVFP4,
+}
 
 
 def job_of(case: TrainCase) -> Job:
@@ -90,46 +60,52 @@ def job_of(case: TrainCase) -> Job:
     if case.mbs % parts:
         rule = f"a multiple of {parts}, because it counts all microbatches of a pipeline"
         raise ConfigError("mbs", case.mbs, rule)
+    products = None
+    if case.fp8 is not Fp8.NONE:
+        # `train` leaves experts in bf16.
+        recipe = _RECIPES[case.fp8]
+        products = by_recipe(recipe, has_head=case.fp8_head, has_experts=False)
     return Job(
         model=case.model,
         parallel=case.parallel,
         mbs=case.mbs // parts,
         gbs=case.mbs * case.parallel.data_ranks * case.grad_accum,
         dtype=DType.FP32 if case.precision is Precision.FP32 else DType.BF16,
+        products=products,
     )
 
 
-def settings_of(case: TrainCase, kind: type[T]) -> T:
-    """Return a rule's settings, as `stepmark train` runs the case."""
+def settings_of(case: TrainCase) -> PyTorch:
+    """Return the settings with which `stepmark train` runs the case."""
     is_amp = case.precision is Precision.AMP
     is_half = case.precision in (Precision.BF16, Precision.MASTER)
     weight_dtype = DType.BF16 if is_half else DType.FP32
-    is_sharded = kind is fsdp.Fsdp
+    is_sharded = case.data_parallel is DataParallel.FSDP
     halved = case.reduce_dtype is not DType.FP32
-    values = {
-        "param_dtype": DType.BF16 if is_amp and is_sharded else weight_dtype,
-        "reduce_dtype": case.reduce_dtype,
-        "shard_dtype": weight_dtype,
-        "reshard_after_forward": case.reshard,
-        "prefetch": case.prefetch,
-        "blocks_per_group": case.blocks_per_group,
-        "ends": fsdp.StageEnds.APART,
-        "embedding_in_backward": case.embedding_in_backward,
-        "tp_plan": case.tp_plan,
-        "autocast": is_amp,
-        "masters": case.precision is Precision.MASTER,
-        "compress_bf16": halved and case.precision in (Precision.AMP, Precision.FP32),
-        "bucket_cap_mb": 0 if case.small_first_bucket else case.bucket_mb,
-        "gradient_as_bucket_view": case.bucket_view,
-        "init_sync": False,
-        "grad_sync": case.grad_sync,
-        "clip": case.clip > 0,
-        "recompute": case.recompute,
-        "recompute_some": case.recompute_blocks[0],
-        "recompute_every": case.recompute_blocks[1],
-        "pp_schedule": Schedule(case.pp_schedule),
-        "pp_microbatches": case.num_microbatches,
-        "pp_split": case.pp_split,
-    }
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if name in names})
+    return PyTorch(
+        data_parallel=case.data_parallel,
+        param_dtype=DType.BF16 if is_amp and is_sharded else weight_dtype,
+        reduce_dtype=case.reduce_dtype,
+        shard_dtype=weight_dtype,
+        reshard_after_forward=case.reshard,
+        prefetch=case.prefetch,
+        blocks_per_group=case.blocks_per_group,
+        fp8_all_gather=case.fp8_all_gather,
+        embedding_in_backward=case.embedding_in_backward,
+        tp_plan=case.tp_plan,
+        async_tp=case.async_tp,
+        autocast=is_amp,
+        masters=case.precision is Precision.MASTER,
+        compress_bf16=halved and case.precision in (Precision.AMP, Precision.FP32),
+        bucket_cap_mb=0 if case.small_first_bucket else case.bucket_mb,
+        gradient_as_bucket_view=case.bucket_view,
+        init_sync=False,
+        grad_sync=case.grad_sync,
+        clip=case.clip > 0,
+        recompute=case.recompute,
+        recompute_some=case.recompute_blocks[0],
+        recompute_every=case.recompute_blocks[1],
+        pp_schedule=Schedule(case.pp_schedule),
+        pp_microbatches=case.num_microbatches,
+        pp_split=case.pp_split,
+    )

@@ -16,6 +16,7 @@ from stepmark.step.module import Param
 from stepmark.step.workload import Block, Item, Run
 from stepmark.workloads.architecture import Unit
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
+from stepmark.workloads.rules.pytorch.async_tp import in_pieces
 from stepmark.workloads.rules.pytorch.fsdp_order import (
     FsdpGroups,
     FsdpOrder,
@@ -172,8 +173,10 @@ class Chunk:
             passes = tuple(self._passes(members, "bwd", leave))
             leave(group)
             segments.append(((*passes, *recorder.drain(base)), base))
-        order.pre_backward(groups.embedding)
-        if self.embedding:
+        has_grad = self.embedding is not None and any(self.embedding.bwd)
+        if has_grad:  # no hook of a frozen table's output runs
+            order.pre_backward(groups.embedding)
+        if self.embedding and has_grad:
             segments.append(((*recorder.drain(), _run(self.embedding, "bwd")), 0))
         leave(groups.embedding)
         leave(groups.root)
@@ -206,13 +209,17 @@ class Chunk:
 
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
+        tp_pieces = self._technique.tp_pieces if is_layer else 1
         if is_layer and self._technique.recompute is not Recompute.NONE:
-            skipped = before_recompute(unit)
+            # A compiled backward pass is one graph, whose gathers are not cut off.
+            skipped = before_recompute(unit) if tp_pieces == 1 else 0
             (first, *others) = recomputed(unit, self._technique.recompute)
             ways["again"] = ((*unit.bwd[0][:skipped], *first), *others)
             ways["rest"] = (unit.bwd[0][skipped:], *unit.bwd[1:])
+        biased = {param.part for param in unit.params if param.name.endswith(".bias")}
         for way, pieces in ways.items():
-            for index, piece in enumerate(pieces):
+            for index, ops in enumerate(pieces if any(pieces) else ()):
+                piece = in_pieces(ops, tp_pieces, biased) if tp_pieces > 1 else ops
                 is_end = (
                     self._technique.names_ends and way != "again" and index + 1 == len(pieces)
                 )

@@ -9,27 +9,21 @@ parameters is reduced as well. The first bucket has 1 MiB only if no size is giv
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from stepmark.cases.training import GradSync, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.ground.units import MIB
 from stepmark.model.collectives import Collective
 from stepmark.model.ops import Phase
 from stepmark.step.module import Param
-from stepmark.step.workload import DDP, Block, ComputeOp, Item, Kernel, Run, Workload
-from stepmark.workloads.architecture import AnyJob, Unit
-from stepmark.workloads.job import Comms, Job, check_at_least, check_single, setting
+from stepmark.step.workload import DDP, Block, ComputeOp, Item, Kernel, Run
+from stepmark.workloads.architecture import Unit
+from stepmark.workloads.job import Comms
 from stepmark.workloads.pipeline import wait
 from stepmark.workloads.rules.pytorch.chunk import Chunk, folded
-from stepmark.workloads.rules.pytorch.step import SOURCE, build
-from stepmark.workloads.rules.pytorch.technique import (
-    before_recompute,
-    check_settings,
-    technique,
-)
-from stepmark.workloads.rules.pytorch.units import groups_of
+from stepmark.workloads.rules.pytorch.settings import PyTorch
+from stepmark.workloads.rules.pytorch.technique import before_recompute
 
 
 def assign_buckets(
@@ -96,56 +90,10 @@ _BUCKET = "bucket"
 _READY = "ready"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ddp:
-    """DistributedDataParallel's settings by their own names, and how a step runs."""
-
-    param_dtype: DType = setting(DType.FP32, "dtype of weights and gradients")
-    autocast: bool = setting(True, "products in --dtype, whatever the weights' type")
-    masters: bool = setting(False, "keep fp32 master weights for the optimizer")
-    compress_bf16: bool = setting(False, "send gradients in bf16 (bf16_compress_hook)")
-    bucket_cap_mb: int = setting(0, "MiB per gradient bucket; 0: 25, the first one 1")
-    find_unused_parameters: bool = setting(False, "reduce which parameters were used as well")
-    gradient_as_bucket_view: bool = setting(False, "gradients are views of buckets")
-    init_sync: bool = setting(True, "broadcast rank 0's weights at the start")
-    fuse_qkv: bool = setting(True, "q, k and v are one product, as in `stepmark train`")
-    grad_sync: GradSync = setting(GradSync.EVERY, "reduce every micro-batch or the last one")
-    clip: bool = setting(True, "clip gradients by their norm")
-    recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
-    recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")
-    recompute_every: int = setting(1, "with blocks: blocks per cycle")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "bucket_cap_mb")
-        check_settings(self)
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        """Bytes of the first bucket and of the others."""
-        first, others = (self.bucket_cap_mb,) * 2 if self.bucket_cap_mb else (1, 25)
-        return first * MIB, others * MIB
-
-
-def workload(job: AnyJob, settings: Ddp) -> Workload:
-    """Return a steady step, and the start as setup. Raises ConfigError."""
-    check_single(job.parallel, ("tp", "pp", "ep"), "1, or the fsdp rule")
-    if isinstance(job, Job) and not settings.autocast:  # products have the type of the weights
-        job = replace(job, dtype=settings.param_dtype)
-    comms = Comms(groups=groups_of(job), dtype=job.dtype)
-    how = technique(
-        settings,
-        syncs_last=settings.grad_sync is GradSync.LAST,
-        backward=lambda chunk: Reducer(chunk, settings, comms).backward(),
-        setup=lambda chunk: Reducer(chunk, settings, comms).setup(),
-    )
-    source = f"{SOURCE}, torch/nn/parallel/distributed.py, c10d/reducer.cpp"
-    return build(job, how, "ddp", source, settings)
-
-
 class Reducer:
     """Passes of a chunk whose gradients are reduced in buckets as they become ready."""
 
-    def __init__(self, chunk: Chunk, settings: Ddp, comms: Comms) -> None:
+    def __init__(self, chunk: Chunk, settings: PyTorch, comms: Comms) -> None:
         self._chunk = chunk
         self._settings = settings
         self._comms = comms
@@ -156,7 +104,7 @@ class Reducer:
         # In forward order, with the layer and whether it is checkpointed.
         self._units: list[tuple[Unit, int | None, bool]] = [*first, *layers, *last]
         self._params = [param for unit, _, _ in self._units for param in unit.params]
-        self._casts = settings.autocast and settings.param_dtype is not comms.dtype
+        self._casts = settings.autocast and settings.model_weights is not comms.dtype
 
     def backward(self) -> Block:
         full = self._full_buckets()
@@ -164,6 +112,8 @@ class Reducer:
         for number, (unit, layer, is_checkpointed) in reversed(list(enumerate(self._units))):
             items: list[Item] = [Run(block=f"{unit.name}.again")] if is_checkpointed else []
             body = unit.bwd[0]
+            if not body:
+                continue
             skipped = before_recompute(unit) if is_checkpointed else 0
             done = skipped
             for param, elements in full.get(number, ()):
@@ -191,7 +141,7 @@ class Reducer:
         # Shapes and strides.
         shapes = sum(2 * len(param.shape) for param in self._params if param.is_trained)
         sizes = [param.numel for param in self._params]
-        dtype = self._settings.param_dtype
+        dtype = self._settings.model_weights
         messages = [
             (Collective.ALL_GATHER, ranks, DType.INT64),
             (Collective.BROADCAST, shapes, DType.INT64),
@@ -225,11 +175,11 @@ class Reducer:
                 for param in unit.params
                 if param.is_trained
             ]
-        size = self._settings.param_dtype.itemsize
+        size = self._settings.model_weights.itemsize
         sizes = [param.numel for _, param in order]
         buckets = [
             [order[index] for index in bucket]
-            for bucket in assign_buckets(sizes, size, self._settings.limits)
+            for bucket in assign_buckets(sizes, size, self._settings.bucket_limits)
         ]
         if self._settings.find_unused_parameters:
             buckets.reverse()
@@ -238,7 +188,7 @@ class Reducer:
     def _reduced(self, elements: int, unit: Unit, layer: int | None) -> tuple[Item, ...]:
         """Return a bucket's reduction, before which its gradients are divided by the ranks."""
         settings = self._settings
-        wire = DType.BF16 if settings.compress_bf16 else settings.param_dtype
+        wire = DType.BF16 if settings.compress_bf16 else settings.model_weights
         where: dict[str, Any] = {
             "module": unit.name,
             "layer": None if layer is None else 0,
@@ -257,7 +207,7 @@ class Reducer:
         )
         if not ops:
             return ()
-        num_bytes = elements * (settings.param_dtype.itemsize + wire.itemsize)
+        num_bytes = elements * (settings.model_weights.itemsize + wire.itemsize)
         scale = Kernel(name="bucket_scale", flops=elements, bytes_moved=num_bytes)
         return (ComputeOp(op=scale, phase=Phase.BWD, name=_READY, **where), *ops)
 
@@ -281,8 +231,8 @@ class Reducer:
             )
         yield wait((_BUCKET,), Phase.BWD)
         if settings.compress_bf16 or not settings.gradient_as_bucket_view:
-            read = 2 if settings.compress_bf16 else settings.param_dtype.itemsize
+            read = 2 if settings.compress_bf16 else settings.model_weights.itemsize
             elements = sum(param.numel for param in params)
-            num_bytes = elements * (read + settings.param_dtype.itemsize)
+            num_bytes = elements * (read + settings.model_weights.itemsize)
             copy = Kernel(name="bucket_copy_out", flops=0, bytes_moved=num_bytes)
             yield ComputeOp(op=copy, phase=Phase.BWD, module="gradients", microbatch=0)

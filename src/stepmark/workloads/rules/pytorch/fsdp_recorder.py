@@ -36,6 +36,7 @@ _GATHER_AFTER = {Phase.FWD: (_COPY_OUT, 1), Phase.BWD: (_COPY_OUT, 0), None: (CO
 class Sharding:
     """Sharding of all groups of a model. gathered, reduced: dtypes of messages.
 
+    narrow: dtype in which weights of narrow products are gathered; None: as all others.
     reshard: ranks to gather over again in the backward pass; 0: all shards, None: weights stay.
     accumulates: unsharded gradients accumulate over micro-batches, in the reduced dtype.
     """
@@ -43,6 +44,7 @@ class Sharding:
     comms: Comms
     gathered: DType
     reduced: DType
+    narrow: DType | None = None
     reshard: int | None = 0
     prefetch: int = 1
     accumulates: bool = False
@@ -103,19 +105,19 @@ class FsdpRecorder(FsdpEvents[Param]):
 
     def gather(self, group: ParamGroup[Param], phase: Phase | None) -> None:
         after = [self._name_event(*_GATHER_AFTER[phase])]
-        ranks = self._sharding.comms.groups[group.shards].size
         stream = f"{group.shards}_inner" if group.is_inner else group.shards
         if self._begins and phase is not None:
             after.append(self._name_event(COMPUTE_DONE, self._num_compute_done))
         if self._gathered_on not in ("", stream):
             after.append(self._name_event(GATHER))
+        elements, dtype = self._gathered(group)
         ops = self._sharding.comms(
             Collective.ALL_GATHER,
-            sum(param.padded(ranks) for param in group.params),
+            elements,
             stream,
             phase=phase or Phase.FWD,
             module=group.module,
-            dtype=self._sharding.gathered,
+            dtype=dtype,
             layer=group.layer,
             microbatch=self._microbatch,
             stream=stream,
@@ -129,14 +131,29 @@ class FsdpRecorder(FsdpEvents[Param]):
             self._begins = False
         self.items += ops
 
+    def _gathered(self, group: ParamGroup[Param]) -> tuple[int, DType]:
+        """Return elements and dtype of a gather: bytes where weights have different dtypes.
+
+        _fsdp_collectives.py: _get_all_gather_input_metadatas.
+        """
+        sharding = self._sharding
+        ranks = sharding.comms.groups[group.shards].size
+        sizes = {sharding.gathered: 0}
+        for param in group.params:
+            is_narrow = sharding.narrow is not None and param.is_narrow
+            dtype = sharding.narrow if sharding.narrow and is_narrow else sharding.gathered
+            sizes[dtype] = sizes.get(dtype, 0) + param.padded(ranks)
+        present = {dtype: size for dtype, size in sizes.items() if size}
+        if len(present) > 1:
+            return sum(size * dtype.itemsize for dtype, size in present.items()), DType.UINT8
+        return next(((size, dtype) for dtype, size in present.items()), (0, sharding.gathered))
+
     def copy_out(self, group: ParamGroup[Param], phase: Phase) -> None:
         ranks = self._sharding.comms.groups[group.shards].size
         if ranks == 1:
             return
-        size = (
-            sum(param.padded(ranks) for param in group.params)
-            * self._sharding.gathered.itemsize
-        )
+        elements, dtype = self._gathered(group)
+        size = elements * dtype.itemsize
         after = self._name_event(GATHER, self._distance(group))
         self._copy("fsdp_copy_out", 2 * size, group, phase, after=(after,), name=_COPY_OUT)
 

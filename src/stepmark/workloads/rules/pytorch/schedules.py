@@ -86,7 +86,10 @@ def order_of(job: Job, schedule: Schedule, count: int, num_chunks: int) -> Order
     pp = job.parallel.pp
     at_once = job.mbs * job.parallel.data_ranks
     if not count and schedule is Schedule.ONE_F_ONE_B and job.num_microbatches < pp:
-        allowed = f"{pp * at_once} or more: 1f1b needs pp ({pp}) micro-batches of {at_once}"
+        allowed = (
+            f"{pp * at_once} or more: 1f1b needs pp ({pp}) micro-batches of {at_once}; "
+            "--pp-schedule interleaved or gpipe takes fewer"
+        )
         raise ConfigError("gbs", job.gbs, allowed)
     count = count or job.num_microbatches
     if job.num_microbatches % count:

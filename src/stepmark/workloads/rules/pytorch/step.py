@@ -7,21 +7,21 @@ which all gradients are reduced. FSDP's gathers depend on the passes before, so 
 computed one by one until nothing changes any more; the rest of a span repeats.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.collectives import Collective
+from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Optimizer, Phase
 from stepmark.model.parallel import stage_layers
 from stepmark.step.layout import FUSED
 from stepmark.step.module import Param
 from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
 from stepmark.workloads.architecture import AnyJob, OwnJob, Unit
-from stepmark.workloads.job import Comms, Job, check_trained, plain_settings
+from stepmark.workloads.job import Comms, Job, check_trained
 from stepmark.workloads.pipeline import (
     COMPUTE_DONE,
     FORWARD_TRANSFERS,
@@ -214,30 +214,23 @@ def _add(runs: list[Run], run: Run) -> None:
     runs.append(run)
 
 
-SOURCE = "PyTorch 2.13.0"
-
-
-def build(
-    job: AnyJob, technique: Technique, name: str, source: str, settings: object
-) -> Workload:
+def build(job: AnyJob, technique: Technique) -> Workload:
     """Return the workload of a job. Raises ConfigError for a job that is not supported."""
     check_trained("dtype", job.dtype)
     if job.config is not None:
         job.parallel.check(job.config)
     groups = dict(technique.sharding.comms.groups if technique.sharding else groups_of(job))
     if job.parallel.ep > 1 and technique.sharding is None:
-        raise ConfigError("ep", job.parallel.ep, "1, or the fsdp rule, which shards experts")
+        raise ConfigError("ep", job.parallel.ep, "1, or fsdp, which shards experts")
     blocks: Blocks = {}
     stages = tuple(_stages(job, technique, Comms(groups=groups, dtype=job.dtype), blocks))
     used_groups = _prune(blocks, stages)
     return Workload(
         name=job.name,
-        rules=name,
-        source=source,
+        rules="pytorch",
         world_size=job.parallel.world_size,
         num_microbatches=job.num_microbatches,
         model=job.config,
-        settings=plain_settings(settings),
         groups={name: group for name, group in groups.items() if name in used_groups},
         blocks=blocks,
         stages=stages,
@@ -332,6 +325,7 @@ def _chunks(
         plan=technique.plan,
         fused=FUSED["train"] if technique.fuse_qkv else frozenset(),
         apart=technique.sharding is not None and job.parallel.ep > 1,
+        lora=technique.lora,
     )
     kinds: dict[bool, Unit] = {}
     for moe in (False, True):
@@ -348,6 +342,8 @@ def _chunks(
             kinds[model.moe is not None and layer >= model.num_dense_layers] for layer in layers
         ]
         is_first = index == 0
+        if is_first and units and technique.lora:
+            units[0] = builder.first_block(units[0])
         is_last = index == count - 1
         chunk = Chunk(
             technique,
@@ -450,14 +446,33 @@ def update(job: AnyJob, technique: Technique, chunks: list[Chunk], comms: Comms)
         if job.parallel.ep > 1:
             counts += [("expert_fsdp", num_experts), ("ep", num_experts)]
         for group, count in counts:
-            items += reduce(count, group, module="clip")
+            items += reduce(count, group, module="clip") if count else ()
         items += reduce(1, "pp", module="clip", dtype=DType.FP32)
         items.append(
             _computed("clip", Kernel(name="scale", flops=0, bytes_moved=2 * num_bytes))
         )
     items += summed("update")
     adam = Optimizer(num_params=max(1, size), kind="adamw", dtype=technique.weights)
-    return (*items, _computed("update", adam))
+    return (*items, _computed("update", adam), *_scales(technique, trained, reduce))
+
+
+def _scales(
+    technique: Technique, params: list[Param], reduce: Callable[..., Block]
+) -> Iterator[Item]:
+    """Yield the largest magnitudes of the weights that the next step gathers in fp8.
+
+    torchao 0.18, float8/fsdp_utils.py: precompute_float8_dynamic_scale_for_fsdp.
+    """
+    if technique.sharding is None or technique.sharding.narrow is None:
+        return
+    narrow = [param for param in params if param.is_narrow]
+    if not narrow:
+        return
+    size = sum(_local_numel(param, technique) for param in narrow)
+    num_bytes = size * technique.weights.itemsize
+    yield _computed("scales", Kernel(name="amax", flops=0, bytes_moved=num_bytes))
+    for group in ("fsdp", "tp"):
+        yield from reduce(len(narrow), group, module="scales", redop=RedOp.MAX)
 
 
 def _local_numel(param: Param, technique: Technique) -> int:

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stepmark.cases.recompute import rerun_products
 from stepmark.cases.training import Recompute
 from stepmark.ground.dtypes import DType
-from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Gemm, GroupedGemm, Norm
 from stepmark.model.parallel import StageSplit, TpPlan
+from stepmark.step.lora import Lora
 from stepmark.step.workload import Block, ComputeOp, Operation
 from stepmark.workloads.architecture import Unit
-from stepmark.workloads.job import check_at_least, check_trained
 from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
@@ -27,8 +26,9 @@ class Technique:
     root_has_ends: embedding and output belong to the root module. regathers_table: the
     embedding's table is gathered for its backward pass, too. names_ends: the ends of passes
     have a name, for operations that overlap with computation. pp_microbatches: of one pass; 0:
-    all of a step. pp_stages: of a rank, where they are interleaved. backward: DDP's backward
-    pass of a chunk. setup: its messages before the first step.
+    all of a step. pp_stages: of a rank, where they are interleaved. tp_pieces: of products that
+    run while they are communicated. backward: DDP's backward pass of a chunk. setup: its
+    messages before the first step.
     """
 
     weights: DType = DType.FP32
@@ -44,12 +44,14 @@ class Technique:
     syncs_last: bool = False  # gradients are reduced with the last micro-batch only
     clips: bool = True
     fuse_qkv: bool = True
+    tp_pieces: int = 1
     schedule: Schedule = Schedule.ONE_F_ONE_B
     pp_microbatches: int = 0
     pp_stages: int = 2
     pp_split: StageSplit = StageSplit.EVEN
     backward: "Callable[[Chunk], Block] | None" = None
     setup: "Callable[[Chunk], Block] | None" = None
+    lora: Lora | None = None
 
     @property
     def has_masters(self) -> bool:
@@ -61,48 +63,6 @@ class Technique:
             some, every = self.recompute_blocks
             return layer % every < some
         return self.recompute is not Recompute.NONE
-
-
-def technique(settings: Any, **more: Any) -> Technique:
-    """Return the technique of a rule's settings. more: fields of one rule."""
-    fields = dict[str, Any]()
-    if hasattr(settings, "param_dtype") and hasattr(settings, "masters"):
-        dtype = settings.param_dtype
-        fields = {"model_weights": dtype, "weights": DType.FP32 if settings.masters else dtype}
-    if hasattr(settings, "tp_plan"):
-        fields["plan"] = settings.tp_plan
-    if hasattr(settings, "pp_schedule"):
-        fields |= {
-            "schedule": settings.pp_schedule,
-            "pp_microbatches": settings.pp_microbatches,
-            "pp_stages": settings.pp_stages,
-            "pp_split": settings.pp_split,
-        }
-    return Technique(
-        clips=settings.clip,
-        fuse_qkv=settings.fuse_qkv,
-        recompute=settings.recompute,
-        recompute_blocks=(settings.recompute_some, settings.recompute_every),
-        **fields,
-        **more,
-    )
-
-
-def check_settings(settings: Any) -> None:
-    """Raise ConfigError for invalid types, recompute_* and pp_*."""
-    for name in ("param_dtype", "reduce_dtype", "shard_dtype"):
-        if hasattr(settings, name):
-            check_trained(name, getattr(settings, name))
-    check_at_least(settings, 1, "recompute_some", "recompute_every")
-    if settings.recompute_some > settings.recompute_every:
-        raise ConfigError(
-            "recompute_some",
-            settings.recompute_some,
-            f"at most recompute_every ({settings.recompute_every})",
-        )
-    if hasattr(settings, "pp_stages"):
-        check_at_least(settings, 1, "pp_stages")
-        check_at_least(settings, 0, "pp_microbatches")
 
 
 def recomputed(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
-from stepmark.model.ops import Phase
+from stepmark.model.ops import Phase, Scaling
 from stepmark.model.parallel import TpPlan
 from stepmark.step.layout import FUSED
+from stepmark.step.lora import Lora
 from stepmark.step.module import TOGETHER, Module
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import Group, Operation
@@ -32,6 +33,11 @@ def groups_of(job: AnyJob) -> dict[str, Group]:
     if isinstance(job, Job) and axes.tp > 1 and (job.model.moe or job.model.mla):
         what = "experts" if job.model.moe else "latent attention"
         raise ConfigError("tp", axes.tp, f"1, since {job.model.name} has {what}")
+    if isinstance(job, Job) and job.model.num_kv_heads % axes.tp:
+        # ColwiseParallel divides rows evenly, so a rank would have a part of a head, which the
+        # view over heads refuses (torchtitan b5bcd76, models/llama3/model/model.py).
+        allowed = f"a divisor of {job.model.name}'s kv_heads ({job.model.num_kv_heads})"
+        raise ConfigError("tp", axes.tp, allowed)
     if isinstance(job, Job) and job.model.seq_len // axes.cp % axes.tp:
         product = f"{axes.cp} x {axes.tp}" if axes.cp > 1 else str(axes.tp)
         raise ConfigError("seq-len", job.model.seq_len, f"a multiple of cp x tp ({product})")
@@ -101,11 +107,12 @@ class UnitBuilder:
     apart: bool = False  # experts are a module that is sharded by itself
     plan: TpPlan = TpPlan.TORCHTITAN
     fused: frozenset[str] = FUSED["train"]
+    lora: Lora | None = None
 
     @property
     def _tree(self) -> TreeBuilder:
         whole = self.plan is TpPlan.WHOLE
-        return self.job.tree("train", whole_loss=whole, fused=self.fused)
+        return self.job.tree("train", whole_loss=whole, fused=self.fused, lora=self.lora)
 
     def embedding(self) -> Unit:
         """Return the lookup, whose rows are summed over tp for all tokens or this rank's."""
@@ -123,13 +130,21 @@ class UnitBuilder:
             microbatch=0,
         )
         gathered = self.comms(
-            Collective.ALL_GATHER, size, "tp", Phase.BWD, "embedding", microbatch=0
+            Collective.ALL_GATHER,
+            size,
+            "tp",
+            Phase.BWD,
+            "embedding",
+            self.lookup_dtype,
+            microbatch=0,
         )
+        # A frozen table needs no gradient.
+        backward: Ops = () if self.lora else (*gathered, *table.inside[0].bwd)
         return Unit(
             name="embedding",
             params=table.all_params,
             fwd=((*table.inside[0].fwd, *reduced),),
-            bwd=((*gathered, *table.inside[0].bwd),),
+            bwd=(backward,),
         )
 
     def output(self, *, has_table: bool = False) -> Unit:
@@ -159,7 +174,7 @@ class UnitBuilder:
         )
         after[module] = sent, ()
         leaves = _leaves(self._tree.output())
-        fwd, bwd = _joined(leaves, after)
+        fwd, bwd = self._joined(leaves, after)
         params = [param for leaf in leaves for param in leaf.params]
         if job.model.tied_embeddings and has_table:
             # Under tp table and head are two DTensors when FSDP wraps them, so the table is
@@ -177,7 +192,7 @@ class UnitBuilder:
             first = roles.index("mlp.router") + 1
             last = roles.index("mlp.experts_down") + 1
             pieces = [leaves[:first], leaves[first:last], leaves[last:]]
-        joined = [_joined(piece, after) for piece in pieces]
+        joined = [self._joined(piece, after) for piece in pieces]
         fwd = [ops for ops, _ in joined]
         bwd = [ops for _, ops in reversed(joined)]
         if len(pieces) > 1:
@@ -192,6 +207,20 @@ class UnitBuilder:
             fwd=tuple(fwd),
             bwd=tuple(bwd),
         )
+
+    def first_block(self, block: Unit) -> Unit:
+        """Return the block behind a frozen embedding, whose rows have no gradient."""
+        is_adapted = any(p.is_trained and p.part.startswith("attention.") for p in block.params)
+
+        def is_needed(op: Operation) -> bool:
+            base = op.module.removesuffix(".lora_a")
+            if not is_adapted:
+                return not base.startswith("attention.")
+            is_input = base in _OF_INPUT and op.phase in (Phase.DGRAD, Phase.BWD)
+            return not (is_input or base == "attention.norm")
+
+        bwd = tuple(tuple(filter(is_needed, piece)) for piece in block.bwd)
+        return replace(block, name=f"{block.name}.first", bwd=bwd)
 
     def _inside(self, *, moe: bool) -> dict[str, tuple[Ops, Ops]]:
         """Return by module the messages after its forward and before its backward pass."""
@@ -230,6 +259,52 @@ class UnitBuilder:
             )
         return pairs
 
+    def _joined(
+        self, leaves: Iterable[Module], after: dict[str, tuple[Ops, Ops]]
+    ) -> tuple[Ops, Ops]:
+        """Return forward and backward operations. A key "module:" means before the module."""
+        fwd: list[Operation] = []
+        bwd: list[Operation] = []
+        nothing: tuple[Ops, Ops] = ((), ())
+        for leaf in leaves:
+            before = after.get(f"{leaf.role}:", nothing)
+            behind = after.get(leaf.role, nothing)
+            scales = self._scales(leaf)
+            fwd += [*before[0], *scales[0], *leaf.fwd, *behind[0]]
+            bwd[:0] = [*behind[1], *scales[1], *weights_first(leaf.bwd), *before[1]]
+        return tuple(fwd), tuple(bwd)
+
+    def _scales(self, leaf: Module) -> tuple[Ops, Ops]:
+        """Return the largest magnitudes that tp ranks share where they cast a divided tensor.
+
+        torchao 0.18, float8/float8_linear.py (matmul_with_hp_or_float8_args) over DTensors,
+        eager: the weight is cast in both passes, unless it was gathered in fp8; in the backward
+        pass the input again, and the output's gradient for each of its products.
+        """
+        products = self.job.products
+        is_narrow = leaf.is_linear and leaf.params[0].is_narrow
+        if products is None or not is_narrow or products.scaling is not Scaling.TENSORWISE:
+            return (), ()
+        is_row = leaf.role.endswith(("out", "down"))  # its input is divided
+        weights = int(products.casts_weights)
+        counts = {Phase.FWD: weights + is_row, Phase.BWD: weights + (1 if is_row else 2)}
+        fwd, bwd = (
+            count
+            * self.comms(
+                Collective.ALL_REDUCE,
+                1,
+                "tp",
+                phase,
+                leaf.role,
+                DType.FP64,
+                layer=0,
+                microbatch=0,
+                redop=RedOp.MAX,
+            )
+            for phase, count in counts.items()
+        )
+        return fwd, bwd
+
     def _pair(
         self,
         collective: Collective,
@@ -245,6 +320,10 @@ class UnitBuilder:
             for kind, phase in kinds
         )
         return fwd, bwd
+
+
+# Layers that multiply a block's normalized input.
+_OF_INPUT = tuple(f"attention.{name}" for name in ("qkv", "q", "k", "v", "q_down", "kv_down"))
 
 
 def _leaves(unit: Module) -> list[Module]:
@@ -267,16 +346,3 @@ def _renamed(leaf: Module, names: Mapping[str, str]) -> Module:
     )
     work = tuple(replace(op, module=role) for op in leaf.work)
     return replace(leaf, role=role, work=work, params=tuple(params))
-
-
-def _joined(leaves: Iterable[Module], after: dict[str, tuple[Ops, Ops]]) -> tuple[Ops, Ops]:
-    """Return forward and backward operations. A key "module:" means before the module."""
-    fwd: list[Operation] = []
-    bwd: list[Operation] = []
-    nothing: tuple[Ops, Ops] = ((), ())
-    for leaf in leaves:
-        before = after.get(f"{leaf.role}:", nothing)
-        behind = after.get(leaf.role, nothing)
-        fwd += [*before[0], *leaf.fwd, *behind[0]]
-        bwd[:0] = [*behind[1], *weights_first(leaf.bwd), *before[1]]
-    return tuple(fwd), tuple(bwd)

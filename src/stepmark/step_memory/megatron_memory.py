@@ -1,0 +1,304 @@
+"""Memory of Megatron-LM's ranks: parameters with their states, and what passes keep.
+
+Sources, of megatron-core 0.16.1: optimizer/optimizer.py (Float16OptimizerWithFloat16Params),
+distrib_optimizer.py and distributed/param_and_grad_buffer.py: 16-bit weights, fp32 gradients
+and, on their owner, fp32 weights and two moments, thus 18 bytes a parameter, or 6 + 12 / ranks
+(megatron/training/theoretical_memory_usage.py has the same). tensor_parallel/layers.py: the
+input of a column-parallel layer is kept divided and gathered again, into one buffer
+(utils.py, GlobalMemoryBuffer). tensor_parallel/cross_entropy.py: logits, and a copy in fp32
+that becomes their softmax and then their gradient. fusions/fused_bias_swiglu.py keeps the input
+of the activation. TransformerEngine 2.11, pytorch/module/base.py (get_weight_workspace): narrow
+weights stay in both layouts from a step's first micro-batch on; pytorch/module/linear.py keeps
+narrow inputs. tensor_parallel/random.py: a checkpoint keeps its input; one without output
+(CheckpointWithoutOutput) keeps it, too, and frees its output. Attention is flash attention: the
+scores are not kept. Dropout is off.
+
+What a module keeps is in the tree (step/module.py, SavedTensors). Without experts, and with
+sequence parallelism, its sum is 34 s b h / t of Korthikanti et al. (arXiv:2205.05198,
+equation 4, with the scores recomputed) less the masks of dropout.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from stepmark.ground.dtypes import DType
+from stepmark.step.module import Module
+from stepmark.step_memory.rank_memory import (
+    ChunkMemory,
+    RankMemory,
+    fullest,
+    with_fragments,
+)
+from stepmark.workloads.job import Job
+from stepmark.workloads.pipeline import Act, Pipeline, schedule
+from stepmark.workloads.rules.megatron import gradients, narrow
+from stepmark.workloads.rules.megatron.chunk import (
+    has_experts,
+    kind_of,
+    plan_of,
+    selected,
+)
+from stepmark.workloads.rules.megatron.settings import Granularity, Megatron, Plan, make_plan
+from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
+
+_FP32 = DType.FP32.itemsize
+_MOMENTS = 2
+# Their input is a norm's output, whose rows sequence parallelism divides.
+_UP_PROJECTIONS = ("attention.q_up", "attention.kv_up")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """Tensors of a framework that divides a model as Megatron-LM does, beyond Megatron-LM's.
+
+    unfused: activations keep what fused ones compute again. logit_bytes: of a logit while the
+    loss is computed. grad_bytes: of a parameter, its gradient before it is added to the sum.
+    """
+
+    unfused: bool = False
+    logit_bytes: int = 0
+    grad_bytes: int = 0
+
+
+def stage_memories(
+    job: Job, settings: Megatron, extras: Extras | None = None
+) -> list[RankMemory]:
+    """Return the memory of a rank of each pipeline stage. Raises ConfigError."""
+    plan = make_plan(job, settings)
+    chunks_by_stage, _ = partition(plan)
+    pipeline = Pipeline(
+        num_stages=job.parallel.pp,
+        num_microbatches=job.num_microbatches,
+        num_chunks=plan.settings.virtual_pipeline_model_parallel_size,
+        overlap=plan.settings.overlap_p2p_comm,
+    )
+    layers = _Layers(plan, extras or Extras())
+    return [
+        _stage(layers, pipeline, stage, chunks) for stage, chunks in enumerate(chunks_by_stage)
+    ]
+
+
+def _stage(
+    layers: "_Layers", pipeline: Pipeline, stage: int, chunks: Sequence[Chunk]
+) -> RankMemory:
+    plan = layers.plan
+    held = _held(plan, layers, chunks)
+    gathered = layers.gathered + (0 if plan.job.parallel.pp == 1 else 2 * layers.rows)
+    held["gradients_bytes"] += (
+        layers.extras.grad_bytes * held["weights_bytes"] // plan.job.dtype.itemsize
+    )
+    passes = list(_passes(pipeline, stage))
+    peak = fullest(passes, [layers.chunk(chunk) for chunk in chunks])
+    return RankMemory(
+        stage=stage,
+        **held,
+        gathered_bytes=gathered,
+        **{f"{name}_bytes": size for name, size in peak.items()},
+        reserved_bytes=with_fragments(sum(held.values()), gathered + sum(peak.values())),
+    )
+
+
+def _held(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and optimizer, which stay from step to step."""
+    settings = plan.settings
+    of_weight = plan.job.dtype.itemsize
+    of_state = (_MOMENTS + (plan.job.dtype is not DType.FP32)) * _FP32  # and fp32 weights
+    weights = states = grads = 0
+    for chunk in chunks:
+        params = layers.params_of(chunk)
+        numel = sum(param.count for param in params) + layers.num_frozen(chunk)
+        weights += of_weight * numel + _narrow_copies(plan, params)
+        for bucket in gradients.buckets(plan, params, split=False):
+            grads += plan.gradient_dtype.itemsize * bucket.padded
+            ranks = 1
+            if settings.use_distributed_optimizer:
+                ranks = plan.size("intra_expt_dp" if bucket.expert else "intra_dp_cp")
+            states += of_state * bucket.padded // ranks
+    return {"weights_bytes": weights, "gradients_bytes": grads, "optimizer_bytes": states}
+
+
+def _narrow_copies(plan: Plan, params: Iterable[gradients.Param]) -> int:
+    """Return the bytes of narrow weights in both layouts, beside or in place of 16 bits."""
+    products = plan.job.products
+    count = sum(param.count for param in params if param.is_narrow)
+    if products is None or not count:
+        return 0
+    copies = 2 * products.gathered_bytes(count)
+    return copies - (plan.job.dtype.itemsize * count if narrow.gathers_fp8(plan) else 0)
+
+
+def _passes(pipeline: Pipeline, stage: int) -> Iterator[tuple[int, bool]]:
+    """Yield a stage's passes; repetitions of a steady state need no more memory."""
+    for span in schedule(pipeline, stage):
+        for action in itertools.chain(*span.ticks * min(span.times, 2)):
+            if action.act in (Act.FORWARD, Act.BACKWARD):
+                yield action.chunk, action.act is Act.FORWARD
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Bytes that layers and ends of the model keep."""
+
+    plan: Plan
+    extras: Extras
+
+    @cached_property
+    def params(self) -> dict[str, tuple[gradients.Param, ...]]:
+        """Trained parameters of a layer by kind."""
+        plan = self.plan
+        kinds = {kind_of(plan, layer) for layer in range(plan.model.num_layers)}
+        return {
+            kind: gradients.layer_params(plan_of(plan, kind), moe=has_experts(kind))
+            for kind in kinds
+        }
+
+    @cached_property
+    def layers(self) -> dict[str, "_Layer"]:
+        """What a layer keeps by kind."""
+        unfused = self.extras.unfused
+        return {
+            kind: _layer(plan_of(self.plan, kind), moe=has_experts(kind), unfused=unfused)
+            for kind in self.params
+        }
+
+    def params_of(self, chunk: Chunk) -> tuple[gradients.Param, ...]:
+        kinds = [kind_of(self.plan, layer) for layer in chunk.layers]
+        return gradients.chunk_params(self.plan, chunk, kinds, self.params)
+
+    def num_frozen(self, chunk: Chunk) -> int:
+        """Return the elements of weights beside adapters, which are not trained."""
+        if self.plan.lora is None:
+            return 0
+        tree = self.plan.tree
+        kinds = [has_experts(kind_of(self.plan, layer)) for layer in chunk.layers]
+        units = [tree.block(moe=moe) for moe in kinds]
+        units += [tree.embedding()] if chunk.has_embedding else []
+        ends = tree.output().inside if chunk.has_head else ()
+        is_shared = self.plan.model.tied_embeddings and chunk.has_embedding
+        units += ends[:1] if is_shared else ends
+        return sum(
+            param.numel for unit in units for param in unit.all_params if not param.is_trained
+        )
+
+    @property
+    def rows(self) -> int:
+        """Bytes of this rank's rows of the residual stream."""
+        return self.plan.own_tokens * self.plan.model.hidden_size * self.plan.job.dtype.itemsize
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the buffer for gathered inputs, one for all layers."""
+        return self.rows * self.plan.tp if self.plan.sequence_parallel else 0
+
+    def chunk(self, chunk: Chunk) -> ChunkMemory:
+        plan = self.plan
+        settings = plan.settings
+        size = plan.job.dtype.itemsize
+        kinds = [self.layers[kind_of(plan, layer)] for layer in chunk.layers]
+        kept = 0
+        again = max((kind.recomputed for kind in kinds), default=0)
+        if settings.recompute_granularity is Granularity.FULL:
+            count = settings.recompute_num_layers
+            if settings.recompute_method == "uniform":
+                kept = self.rows * -(-len(kinds) // count)
+                groups = (kinds[first : first + count] for first in range(0, len(kinds), count))
+                again = max((sum(kind.kept for kind in group) for group in groups), default=0)
+            else:
+                kept = self.rows * min(count, len(kinds))
+                kept += sum(kind.kept for kind in kinds[count:])
+                again = max((kind.kept for kind in kinds[:count]), default=0)
+        else:
+            kept = sum(kind.kept for kind in kinds)
+        head = 0
+        if chunk.has_head:
+            kept += 2 * self.rows  # inputs of the last norm and of the head
+            logits = plan.tokens * plan.model.vocab_size // plan.tp
+            head = logits * (size + (_FP32 if size < _FP32 else 0) + self.extras.logit_bytes)
+        working = max((kind.working for kind in kinds), default=2 * self.rows)
+        return ChunkMemory(kept=kept, working=working + again, head=head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Bytes of a layer: kept, recomputed in its backward pass, and more in that pass."""
+
+    kept: int
+    recomputed: int
+    working: int
+
+
+def _layer(plan: Plan, *, moe: bool, unfused: bool) -> _Layer:
+    leaves = [leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work]
+    groups = selected(plan, [leaf.role for leaf in leaves])
+    kept = dropped = 0
+    before = ""  # group of the module before
+    for leaf in leaves:
+        size = _kept(plan, leaf, unfused=unfused)
+        group = groups.get(leaf.role, "")
+        # A checkpoint keeps the input of its first module; without output, the next module's
+        # input is what is dropped.
+        drops = group and group == before
+        drops = drops or (group != before and before.startswith(_WITHOUT_OUTPUT))
+        if drops:
+            dropped += size
+        else:
+            kept += size
+        before = group
+    working = max(_working(plan, leaf) for leaf in leaves)
+    return _Layer(kept=kept, recomputed=dropped, working=working)
+
+
+def _working(plan: Plan, leaf: Module) -> int:
+    """Return the bytes of a product's gradients, and of its input where it is gathered."""
+    param = next(iter(leaf.params), None)
+    if param is None or len(param.shape) < 2:
+        return 0
+    out, width = param.shape[-2:]
+    rows = plan.expert_rows * plan.etp if param.is_expert else plan.tokens
+    return rows * plan.job.dtype.itemsize * (out + 2 * width)
+
+
+# Checkpoints that free their output: that is the input which the next module keeps.
+_WITHOUT_OUTPUT = ("layernorm", "moe_act", "mla_up_proj")
+
+
+def _kept(plan: Plan, leaf: Module, *, unfused: bool) -> int:
+    """Return the bytes that a module keeps of a micro-batch.
+
+    A product keeps its input for the gradient of its weight, in its own type; attention keeps
+    its output for itself, too. A frozen one without an adapter keeps nothing.
+    """
+    model = plan.model
+    keeps = leaf.keeps
+    itemsize = plan.job.dtype.itemsize
+    part = plan.tokens / plan.tp
+    divided = keeps.divided + (keeps.eager if unfused else 0)
+    param = next(iter(leaf.params), None)
+    is_own = leaf.role in _UP_PROJECTIONS or (param is not None and param.is_partial)
+    rows = plan.own_tokens if is_own else part
+    if leaf.role == "attention.core":
+        # Keys and values of other ranks of cp are not kept; tp ranks share heads they repeat.
+        others = plan.job.parallel.cp - 1
+        repeated = 0 if model.mla else max(0, plan.tp - model.num_kv_heads)
+        divided -= (others * model.num_kv_heads - repeated) * (model.d_qk + model.d_v)
+    elif param is not None and param.is_expert and divided:
+        assert model.moe is not None
+        rows = plan.expert_rows * plan.etp / model.moe.top_k
+        divided = model.moe.top_k * model.hidden_size
+        if leaf.role.endswith("down"):
+            divided = model.moe.top_k * param.shape[-1]
+    elif leaf.role == "mlp.experts_activation":
+        assert model.moe is not None
+        rows = plan.expert_rows / model.moe.top_k
+    statistics = int(_FP32 * keeps.statistics * (plan.own_tokens if is_own else part))
+    numel = int(keeps.whole * plan.own_tokens + divided * rows)
+    if not (leaf.is_linear or (param is not None and param.is_expert)):
+        return itemsize * numel + statistics
+    output = itemsize * numel if leaf.role == "attention.out" else 0
+    if not (leaf.inside or any(each.is_trained for each in leaf.params)):
+        return output
+    if plan.job.products is not None and narrow.is_narrow(leaf):
+        return output + plan.job.products.gathered_bytes(numel)
+    return itemsize * numel

@@ -1,0 +1,114 @@
+"""One steady-state step of plain PyTorch: any of fully_shard, DDP, DTensor's tp and pipelines.
+
+torch 2.13.0 and the trainer of `stepmark train` (training/parallelize.py); tests compare every
+message with real runs of it. Where one data rank has the weights, tensor parallelism is
+training/model_parallel.py's (torch/distributed/tensor/parallel/style.py).
+"""
+
+from dataclasses import replace
+
+from stepmark.cases.training import DataParallel, GradSync
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.ops import Scaling
+from stepmark.step.workload import Workload
+from stepmark.workloads.architecture import AnyJob
+from stepmark.workloads.job import Comms, Job, check_single, plain_settings
+from stepmark.workloads.rules.pytorch.ddp import Reducer
+from stepmark.workloads.rules.pytorch.fsdp import sharding_of
+from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds
+from stepmark.workloads.rules.pytorch.step import build
+from stepmark.workloads.rules.pytorch.technique import Technique
+from stepmark.workloads.rules.pytorch.units import groups_of
+
+_VERSION = "PyTorch 2.13.0"
+_BY_TENSOR = (DType.FP8_E4M3, Scaling.TENSORWISE)
+# What is followed, by the rule's older names.
+_FILES = {
+    "fsdp": "torch/distributed/fsdp/_fully_shard",
+    "ddp": "torch/nn/parallel/distributed.py, c10d/reducer.cpp",
+    "tp": "torch/distributed/tensor/parallel/style.py",
+    "pp": "torch/distributed/pipelining/schedules.py",
+}
+
+
+def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
+    """Return a step of the job, for one of the rule's names. Raises ConfigError."""
+    settings = settings.resolved(job.parallel)
+    if settings.fp8_all_gather:
+        job = _with_cast_weights(job)
+    kind = settings.data_parallel
+    technique = _technique(settings)
+    if technique.lora:
+        _check_adapters(job)
+    if settings.async_tp:
+        technique = replace(technique, tp_pieces=job.parallel.tp)
+    if kind is DataParallel.FSDP:
+        followed = "fsdp"
+        technique = replace(technique, sharding=sharding_of(job, settings))
+    elif kind is DataParallel.DDP:
+        followed = "ddp"
+        check_single(job.parallel, ("tp", "pp", "ep"), "1 with ddp; fsdp divides models, too")
+        if isinstance(job, Job) and not settings.autocast:
+            # Products have the type of the weights.
+            job = replace(job, dtype=settings.model_weights)
+        comms = Comms(groups=groups_of(job), dtype=job.dtype)
+        technique = replace(
+            technique,
+            backward=lambda chunk: Reducer(chunk, settings, comms).backward(),
+            setup=lambda chunk: Reducer(chunk, settings, comms).setup(),
+        )
+    else:
+        followed = alias or ("pp" if job.parallel.pp > 1 else "tp")
+        # Gradients of several ranks would have to be reduced.
+        allowed = "1 without data parallelism; fsdp has data ranks"
+        check_single(job.parallel, ("dp_shard", "dp_replicate", "cp"), allowed)
+        if alias == "tp":
+            check_single(job.parallel, ("pp",), "1, or the pp rule")
+    return replace(
+        build(job, technique),
+        rules=alias or "pytorch",
+        source=f"{_VERSION}, {_FILES[followed]}",
+        settings=plain_settings(settings),
+    )
+
+
+def _with_cast_weights(job: AnyJob) -> AnyJob:
+    """Return the job whose weights are cast before they are gathered. Raises ConfigError."""
+    products = job.products
+    if products is None or (products.dtype, products.scaling) != _BY_TENSOR:
+        # torchao 0.18, float8/config.py: Float8LinearConfig.__post_init__.
+        allowed = "it works only with fp8 products with a scale per tensor (--precision fp8)"
+        raise ConfigError("fp8_all_gather", "yes", allowed)
+    return replace(job, products=replace(products, casts_weights=False))
+
+
+def _technique(settings: PyTorch) -> Technique:
+    is_reduced = settings.data_parallel is not DataParallel.NONE
+    return Technique(
+        weights=settings.weights,
+        model_weights=settings.model_weights,
+        plan=settings.tp_plan,
+        regathers_table=settings.embedding_in_backward,
+        root_has_ends=settings.ends is StageEnds.ROOT,
+        blocks_per_group=settings.blocks_per_group,
+        recompute=settings.recompute,
+        recompute_blocks=(settings.recompute_some, settings.recompute_every),
+        syncs_last=is_reduced and settings.grad_sync is GradSync.LAST,
+        clips=settings.clip,
+        fuse_qkv=settings.fuse_qkv,
+        schedule=settings.pp_schedule,
+        pp_microbatches=settings.pp_microbatches,
+        pp_stages=settings.pp_stages,
+        pp_split=settings.pp_split,
+        lora=settings.lora,
+    )
+
+
+def _check_adapters(job: AnyJob) -> None:
+    """Raise ConfigError for a job whose layers cannot have adapters."""
+    if not isinstance(job, Job):
+        raise ConfigError("lora_rank", job.name, "left out for a model of one's own")
+    # A style of DTensor registers a layer's parameters by name, and an adapter's have a dot
+    # (torch/distributed/tensor/parallel/style.py, ColwiseParallel._partition_linear_fn).
+    check_single(job.parallel, ("tp",), "1 with lora_rank: DTensor's plans divide no adapters")

@@ -1,0 +1,298 @@
+"""Jobs of published training steps: the model, layout and settings that their rows state.
+
+A row has the columns of validation/data/published-steps.csv. What it does not state has the
+default of the framework, or what this module says with its source.
+"""
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from stepmark.cases.training import Recompute
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.model import ModelConfig, MoeConfig, find_model
+from stepmark.model.parallel import ParallelConfig
+from stepmark.step.layout import model_as
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.megatron.pipeline_layout import written
+from stepmark.workloads.rules.megatron.settings import Granularity
+from stepmark.workloads.rules.pytorch.schedules import Schedule
+
+DATA = Path(__file__).parent / "data"
+
+Row = Mapping[str, str]
+
+_DEVICES = {
+    "A100-SXM-40GB": "a100-40gb-sxm",
+    "A100-SXM-80GB": "a100-80gb-sxm",
+    "A100-SXM": "a100-80gb-sxm",  # the row does not state its memory
+    "H100": "h100-sxm",
+    "H100-SXM-80GB": "h100-sxm",
+    "H100-SXM-96GB-500W": "h100-sxm",
+    "H800-SXM-80GB": "h800-sxm",
+    "H200-SXM-141GB": "h200-sxm",
+    "B200": "b200",
+    "GB200": "gb200",
+    "B300": "b300",
+    "GB300": "gb300",
+}
+# Experts of models that the package lacks, from config.json of each on huggingface.co:
+# Qwen/Qwen3-235B-A22B, openai/gpt-oss-120b, moonshotai/Kimi-K2-Instruct, xai-org/grok-1 (its
+# model.py). Head widths differ from hidden / heads where they are given.
+_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-235B-A22B": {
+        "head_dim": 128,
+        "ffn_hidden_size": 0,
+        "qk_norm": True,
+        "moe": MoeConfig(num_experts=128, top_k=8, ffn_hidden_size=1536),
+    },
+    "GPT-OSS-120B": {
+        "head_dim": 64,
+        "ffn_hidden_size": 0,
+        "moe": MoeConfig(num_experts=128, top_k=4, ffn_hidden_size=2880),
+    },
+    "Grok-1-314B": {
+        "head_dim": 128,
+        "ffn_hidden_size": 0,
+        "moe": MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=32768),
+    },
+}
+# Models of the package that rows name otherwise, with all or a few of their layers.
+_NAMES = {
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "DeepSeek-V3-671B": "deepseek-v3",
+    "DeepSeek-V3-4L": "deepseek-v3",
+    "DeepSeek-V2-4L": "deepseek-v2",
+}
+_UNKNOWN_MODELS = {
+    "Nemotron-H-56B": "state-space layers",
+    "Llama-4-Maverick-400B": "experts in every second layer",
+}
+_LLAMA_LIKE = re.compile(r"(Llama|LLaMA|INTELLECT|Qwen|Grok|GPT-OSS|1B|8B|3B|80B)")
+# Trained before Megatron-LM had sequence parallelism (arXiv:2205.05198).
+_NO_SEQUENCE_PARALLEL = ("BLOOM", "GPT-NeoX", "BloombergGPT", "MT-NLG")
+_OLD_SOURCES = ("Narayanan2021", "vTrain", "MT-NLG")
+
+
+class UnstatedError(ConfigError):
+    """A row that does not state what its job needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedJob:
+    """A job by a framework's rules on a device; equal ones have equal steps."""
+
+    framework: str
+    job: Job
+    settings: Any
+    device: str
+
+
+def read_rows(name: str | Path) -> list[dict[str, str]]:
+    """Return the rows of a file of validation/data, or of another one of its columns."""
+    text = (DATA / name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def precision_of(row: Row) -> DType:
+    """Return the type of a row's products. Raises UnstatedError for one without a rule."""
+    name = row.get("precision") or "BF16"
+    if name in ("BF16", "mixed"):
+        return DType.BF16
+    if name == "FP16":
+        return DType.FP16
+    raise UnstatedError("precision", name, "BF16 or FP16")
+
+
+def job_of(row: Row, dtype: DType | None = None) -> PublishedJob:
+    """Return the job of a row. dtype: in place of the row's. Raises ConfigError."""
+    for name in ("gpus", "tp", "pp", "dp", "cp", "ep", "gbs"):
+        if not row.get(name):
+            raise UnstatedError(name, None, "stated by the source")
+    framework = _framework(row)
+    parallel = _parallel(row)
+    # Megatron-LM pads the vocabulary, which then divides by tp.
+    model = _model(row)
+    job = Job(
+        model=model_as("megatron", model, parallel.tp) if framework == "megatron" else model,
+        parallel=parallel,
+        mbs=_mbs(row, parallel, framework),
+        gbs=int(row["gbs"]),
+        dtype=dtype or precision_of(row),
+    )
+    settings = {"megatron": _megatron, "fsdp": _fsdp, "deepspeed": _deepspeed}[framework](row)
+    return PublishedJob(
+        framework=framework,
+        job=job,
+        settings=_settings(framework, settings),
+        device=_device(row),
+    )
+
+
+def playbook_row(row: Row) -> dict[str, str]:
+    """Return a row of playbook-layouts.csv with the columns of the other files."""
+    same = {"cp": "1", "ep": "1", "vpp": "", "precision": "BF16", "recompute": "none"}
+    return {**row, **same, "source": "nanotron", "gbs": row["gbs"], "techniques": ""}
+
+
+def _device(row: Row) -> str:
+    name = row["gpu_type"]
+    if name not in _DEVICES:
+        raise UnstatedError("gpu_type", name, "a GPU of hardware.toml")
+    return _DEVICES[name]
+
+
+def _framework(row: Row) -> str:
+    """Return the rules of a row: those of PyTorch for llm-foundry and torchtitan."""
+    source = row.get("source", "")
+    is_titan = row["gpu_type"].endswith("500W") or "compile" in row.get("techniques", "")
+    if source == "llm-foundry" or "torchtitan" in source.lower() or is_titan:
+        return "fsdp"
+    if "DeepSpeed ZeRO-3" in row.get("notes", ""):
+        return "deepspeed"
+    return "megatron"
+
+
+def _parallel(row: Row) -> ParallelConfig:
+    sizes = {name: int(row[name]) for name in ("tp", "pp", "cp", "ep")}
+    parallel = ParallelConfig(**sizes, dp_shard=int(row["dp"]))
+    if parallel.world_size != int(row["gpus"]):
+        raise UnstatedError("gpus", row["gpus"], f"tp x pp x dp x cp ({parallel.world_size})")
+    return parallel
+
+
+def _mbs(row: Row, parallel: ParallelConfig, framework: str) -> int:
+    """Return the sequences of a micro-batch; 1 where the source does not state them."""
+    if framework == "fsdp" and parallel.pp > 1:
+        return 1  # torchtitan's local batch is that of a pass, in micro-batches of one
+    return int(row["mbs"] or 1)
+
+
+@cache
+def _built_in(name: str) -> ModelConfig:
+    return find_model(name)
+
+
+def _model(row: Row) -> ModelConfig:
+    """Return the model of a row by its shapes."""
+    name = row["model"]
+    if name in _UNKNOWN_MODELS:
+        raise UnstatedError("model", name, f"one without {_UNKNOWN_MODELS[name]}")
+    layers, seq_len = int(row["layers"]), int(row["seq"])
+    if name in _NAMES:
+        return replace(_built_in(_NAMES[name]), num_layers=layers, seq_len=seq_len)
+    if name == "Kimi-K2":
+        v3 = _built_in("deepseek-v3")
+        assert v3.moe
+        moe = replace(v3.moe, num_experts=384, first_dense_layers=1)
+        kimi = replace(v3, name=name, num_heads=64, num_kv_heads=64, moe=moe)
+        return replace(kimi, vocab_size=163840, seq_len=seq_len)
+    hidden, heads = int(row["hidden"]), int(row["heads"])
+    shapes: dict[str, Any] = {
+        "name": name,
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": int(row["ffn"]),
+        "num_heads": heads,
+        "num_kv_heads": int(row["kv_heads"]),
+        "head_dim": hidden // heads,
+        "vocab_size": int(row["vocab"]),
+        "seq_len": seq_len,
+    }
+    return ModelConfig(**{**shapes, **_kind(row), **_MODELS.get(name, {})})
+
+
+def _kind(row: Row) -> dict[str, Any]:
+    """Return what shapes do not tell: Llama's, Nemotron-4's, MPT's, or GPT's blocks."""
+    name = row["model"]
+    if _LLAMA_LIKE.match(name):
+        # The playbook's 1B ties its head where embedding and head are on one stage.
+        return {"tied_embeddings": name == "1B" and row["pp"] == "1"}
+    gelu = {"activation": "gelu", "norm": "layernorm"}
+    if name.startswith("Nemotron"):
+        return gelu
+    positions = {"max_positions": int(row["seq"]), "tied_embeddings": True}
+    return {**gelu, **positions, "linear_bias": not name.startswith("MPT")}
+
+
+def _megatron(row: Row) -> dict[str, Any]:
+    """Return Megatron-LM's settings.
+
+    nanotron (huggingface/nanotron 2411b022): gradients are reduced in fp32 by hooks of the last
+    backward pass (optim/gradient_accumulator.py); with ZeRO 1 the weights are gathered at the
+    end of the step (optim/zero.py). It all-reduces gradients even then.
+    """
+    source = row.get("source", "")
+    is_old = source.startswith(_OLD_SOURCES) or row["model"].startswith(_NO_SEQUENCE_PARALLEL)
+    is_baseline = "no sequence parallel" in row.get("notes", "")
+    settings: dict[str, Any] = {
+        "sequence_parallel": int(row["tp"]) > 1 and not is_old and not is_baseline,
+        "virtual_pipeline_model_parallel_size": int(row["vpp"] or 1),
+    }
+    if source == "nanotron":
+        settings["overlap_grad_reduce"] = True
+        settings["use_distributed_optimizer"] = row["zero"] == "1"
+        if int(row["pp"]) > 1:
+            settings["pipeline_model_parallel_layout"] = written(_nanotron_split(row))
+    elif not source and not row["gpu_type"].startswith("A100"):
+        # NVIDIA's recipes (NeMo, Megatron-Bridge): distributed optimizer with both overlaps.
+        names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        settings |= dict.fromkeys(names, True)
+    if int(row["ep"]) > 1:
+        settings["expert_tensor_parallel_size"] = 1  # as in all of NVIDIA's recipes of experts
+    if row["recompute"] in ("full", "selective"):
+        settings["recompute_granularity"] = Granularity(row["recompute"])
+    return settings
+
+
+def _nanotron_split(row: Row) -> list[int]:
+    """Return the layers of each stage by their computation, in which the head counts.
+
+    A block goes to the next stage once those before exceed the share of the stages so far
+    (huggingface/nanotron 2411b022, models/base.py: build_model; models/llama.py:
+    get_block_compute_costs). nanotron may leave stages behind the head empty; here the head is
+    on the last one.
+    """
+    hidden = int(row["hidden"])
+    layer = 4 * hidden * hidden + 3 * int(row["ffn"]) * hidden
+    costs = [0, *[layer] * int(row["layers"]), 0, int(row["vocab"]) * hidden]
+    sizes = [0] * int(row["pp"])
+    stage = done = 0
+    for block, cost in enumerate(costs):
+        sizes[stage] += 1 <= block <= int(row["layers"])
+        done += cost
+        if done > sum(costs) * (stage + 1) / len(sizes):
+            stage += 1
+    return sizes
+
+
+def _fsdp(row: Row) -> dict[str, Any]:
+    """Return the settings of PyTorch's rules. Composer reduces after every micro-batch."""
+    settings: dict[str, Any] = {
+        "recompute": {"full": Recompute.FULL, "selective": Recompute.OPS}.get(
+            row["recompute"], Recompute.NONE
+        )
+    }
+    if int(row["vpp"] or 1) > 1:
+        settings |= {"pp_schedule": Schedule.INTERLEAVED, "pp_stages": int(row["vpp"])}
+    if "async TP" in row.get("techniques", ""):
+        settings["async_tp"] = True
+    return settings
+
+
+def _deepspeed(_row: Row) -> dict[str, Any]:
+    return {"stage": 3}
+
+
+def _settings(framework: str, values: Mapping[str, Any]) -> Any:
+    """Return the settings of a framework. Raises ConfigError for one that its rules lack."""
+    lacking = values.keys() - RULES[framework].fields().keys()
+    for name in lacking:
+        raise UnstatedError(name, values[name], f"a setting of the rules of {framework}")
+    return RULES[framework].make(**values)
