@@ -138,14 +138,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
     settings = plan.settings
     parallel = plan.job.parallel
     chunks_by_stage, notes = partition(plan)
-    pipeline = Pipeline(
-        num_stages=parallel.pp,
-        num_microbatches=plan.job.num_microbatches,
-        num_chunks=settings.virtual_pipeline_model_parallel_size,
-        overlap=settings.overlap_p2p_comm,
-        group_size=settings.microbatch_group_size_per_vp_stage,
-        combines=settings.overlap_moe_expert_parallel_comm,
-    )
+    pipeline = plan.pipeline
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
     stages = [

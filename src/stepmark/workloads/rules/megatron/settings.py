@@ -26,6 +26,7 @@ from stepmark.workloads.job import (
     refuse_first,
     setting,
 )
+from stepmark.workloads.pipeline import Pipeline
 from stepmark.workloads.rules.megatron import narrow
 from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp4Recipe, Fp8Format, Fp8Recipe
 from stepmark.workloads.rules.megatron.pipeline_layout import num_chunks
@@ -332,6 +333,19 @@ class Plan:
             return None
         names = (LORA_TARGETS[word] for word in settings.adapted_layers)
         return Lora(rank=settings.lora_rank, targets=frozenset(itertools.chain(*names)))
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Stages, micro-batches, and how the schedule runs them."""
+        settings = self.settings
+        return Pipeline(
+            num_stages=self.job.parallel.pp,
+            num_microbatches=self.job.num_microbatches,
+            num_chunks=settings.virtual_pipeline_model_parallel_size,
+            overlap=settings.overlap_p2p_comm,
+            group_size=settings.microbatch_group_size_per_vp_stage,
+            combines=settings.overlap_moe_expert_parallel_comm,
+        )
 
     @property
     def inside(self) -> "partial[tuple[CommOp, ...]]":
