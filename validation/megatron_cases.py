@@ -325,6 +325,18 @@ CASES: dict[str, Case] = {
         mesh={"tp": 2, **EP2},
         settings={**SP, **SHARDED, "moe_shared_expert_overlap": True},
     ),
+    "ep2-combined": Case(
+        model=deep(EXPERTS, 3),
+        mesh=EP2,
+        microbatches=3,
+        settings={**SHARDED, "overlap_moe_expert_parallel_comm": True},
+    ),
+    "latent-pp2-vpp2-combined": Case(
+        model=deep(LATENT, 8),
+        mesh={"pp": 2, **EP2},
+        microbatches=4,
+        settings={**SHARDED, **VPP2, "overlap_moe_expert_parallel_comm": True},
+    ),
     "latent-pp2-dense": Case(
         model=deep(LATENT, 2), mesh={"pp": 2, **EP2}, microbatches=2, settings=SHARDED
     ),

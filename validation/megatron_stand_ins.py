@@ -24,6 +24,8 @@ class Stream:
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, *_: Any) -> None: ...
     def wait_event(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
     def record_event(self, *_: Any) -> "Stream":
         return self
 
@@ -40,6 +42,7 @@ def on_cpu() -> None:
     cuda.current_stream = cuda.default_stream = lambda *_: Stream()
     cuda.stream = lambda *_: contextlib.nullcontext()
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
     for name in ("FloatTensor", "BFloat16Tensor", "HalfTensor", "IntTensor"):
         setattr(cuda, name, getattr(torch, name))
     tensor: Any = torch.Tensor

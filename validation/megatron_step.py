@@ -21,6 +21,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.utils import ScheduleNode
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import (
     MLATransformerConfig,
@@ -143,6 +144,7 @@ def _experts(job: Job, settings: Megatron) -> dict[str, Any]:
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_shared_expert_overlap": settings.moe_shared_expert_overlap,
+        "overlap_moe_expert_parallel_comm": settings.overlap_moe_expert_parallel_comm,
         "moe_token_dispatcher_type": str(settings.moe_token_dispatcher_type),
         "moe_expert_capacity_factor": settings.moe_expert_capacity_factor,
         "moe_pad_expert_input_to_capacity": settings.moe_pad_expert_input_to_capacity,
@@ -239,16 +241,21 @@ class Trainee:
 @contextlib.contextmanager
 def phased(recorder: Recorder) -> Iterator[None]:
     """Set the recorder's phase during forward and backward passes."""
-    module: Any = schedules
-    names = {"forward_step": "forward", "backward_step": "backward"}
-    originals = {name: getattr(module, name) for name in names}
-    for name, phase in names.items():
-        setattr(module, name, within(recorder, phase, originals[name]))
+    places: list[tuple[Any, str, str]] = [
+        (schedules, "forward_step", "forward"),
+        (schedules, "backward_step", "backward"),
+        # Passes that run in turns are made of nodes.
+        (ScheduleNode, "forward", "forward"),
+        (ScheduleNode, "backward", "backward"),
+    ]
+    originals = [getattr(owner, name) for owner, name, _ in places]
+    for (owner, name, phase), function in zip(places, originals, strict=True):
+        setattr(owner, name, within(recorder, phase, function))
     try:
         yield
     finally:
-        for name, function in originals.items():
-            setattr(module, name, function)
+        for (owner, name, _), function in zip(places, originals, strict=True):
+            setattr(owner, name, function)
 
 
 def within(recorder: Recorder, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,6 +41,7 @@ def arguments(trainee: Trainee) -> Arguments:
         create_attention_mask_in_dataloader=(
             trainee.settings.create_attention_mask_in_dataloader
         ),
+        overlap_moe_expert_parallel_comm=trainee.settings.overlap_moe_expert_parallel_comm,
         save_dgrads_interval=None,
         save_wgrads_interval=None,
         empty_unused_memory_level=0,

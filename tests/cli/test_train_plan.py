@@ -166,6 +166,16 @@ def test_batches_and_models_make_cases() -> None:
     assert [case.case_id for case in by_flag] == [case.case_id for case in found]
 
 
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+@pytest.mark.parametrize("more", ["", "--fp8-recipe rowwise", "--fp8-head --compile"])
+def test_precision_fp8_is_fp8(device: str, more: str) -> None:
+    words = ["llama-3.1-8b", "--device", device, "--nproc", "2", *more.split()]
+    (by_precision,) = plan([*words, "--precision", "fp8"])
+    (by_switch,) = plan([*words, "--fp8"])
+    assert by_precision == by_switch
+    assert by_precision.case_id == by_switch.case_id
+
+
 def test_several_strategies_are_cases_of_one_run() -> None:
     found = plan([*LLAMA, "--strategy", "ddp,fsdp,tp"])
     assert [(case.strategy, case.num_ranks) for case in found] == [
@@ -259,7 +269,8 @@ ANY = (
     *("", "--ac full", "--ac selective", "--sac ops", "--sac 1/4", "--sac 3/8"),
     *("--text", "--scale 1/8", "--num-layers 4", "--scale 1/8 --layers 99"),
     *("--fp8", "--fp8 --fp8-head", "--fp8 --fp8-recipe rowwise", "--precision bf16"),
-    "--precision master",
+    *("--precision master", "--precision fp8 --fp8-head", "--precision mxfp8 --fp8-head"),
+    "--precision nvfp4",
     *("--fp8 --no-fp8-all-gather --precision bf16", "--compile", "--compile-scope model"),
     *("--compile --compile-mode max-autotune", "--attention flash", "--lr 1e-05"),
     *("--lr 0.1", "--clip 0", "--clip 0.25", "--seed 7", "--workers 5", "--seq-len 512"),
@@ -585,7 +596,7 @@ REFUSED = [
     (
         LLAMA,
         "--precision fp64",
-        "precision fp64 is invalid: it must be one of amp, master, bf16, fp32",
+        "precision fp64 is invalid: did you mean nvfp4? It must be one of amp, master",
     ),
     (
         LLAMA,
@@ -597,9 +608,23 @@ REFUSED = [
         "--fp8 --fp8-recipe block",
         "fp8-recipe block is invalid: it must be one of tensorwise, rowwise, te",
     ),
-    (LLAMA, "--fp8-recipe rowwise", "fp8-recipe rowwise is invalid: it works only with --fp8"),
-    (LLAMA, "--fp8-head", "fp8-head is invalid: it works only with --fp8"),
-    (LLAMA, "--no-fp8-all-gather", "no-fp8-all-gather is invalid: it works only with --fp8"),
+    (
+        LLAMA,
+        "--fp8-recipe rowwise",
+        "fp8-recipe rowwise is invalid: it works only with --precision fp8",
+    ),
+    (LLAMA, "--precision mxfp8 --fp8", "precision mxfp8 is invalid: it must be fp8 with --fp8"),
+    (
+        LLAMA,
+        "--precision nvfp4 --fp8-recipe te",
+        "fp8-recipe te is invalid: it works only with --precision fp8",
+    ),
+    (LLAMA, "--fp8-head", "fp8-head is invalid: it works only with --precision fp8, mxfp8"),
+    (
+        LLAMA,
+        "--no-fp8-all-gather",
+        "no-fp8-all-gather is invalid: it works only with --precision fp8",
+    ),
     (
         LLAMA,
         "--fp8 --fp8-all-gather",

@@ -11,6 +11,7 @@ from stepmark.model.ops import Attention, Gemm, GroupedGemm
 from stepmark.predictions.costs import RooflineCosts
 from stepmark.predictions.framework_job import basis_of, options_class, workload_of
 from stepmark.predictions.inputs import Inputs
+from stepmark.predictions.predict import predict
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.step.layout import is_cast
 from stepmark.step.workload import ComputeOp, Workload
@@ -106,3 +107,37 @@ def test_a_device_without_such_units_is_refused(
     with pytest.raises(ConfigError, match=f"a device with a peak of .* products: .*{names}"):
         inputs(precision, device)
     assert inputs(precision, "b200").narrow_dtypes
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "mbs", "bf16_s", "fp8_s"), [(512, 40, 4.394, 3.3641), (8192, 3, 8.8945, 7.7014)]
+)
+def test_fp8_gains_what_a_published_step_gained(
+    seq_len: int, mbs: int, bf16_s: float, fp8_s: float
+) -> None:
+    """MPT-3b on 8 H100 with FSDP and TransformerEngine's FP8.
+
+    Source: mosaicml/llm-foundry, scripts/train/benchmarking/README.md; seconds are tokens of a
+    batch over tokens per second.
+    """
+    steps_s = {}
+    for precision in ("bf16", "fp8"):
+        job = options_class("fsdp")(
+            framework="fsdp",
+            models=("gpt-7b",),
+            num_layers=32,
+            hidden_size=2560,
+            num_heads=20,
+            num_kv_heads=20,
+            ffn_hidden_size=10240,
+            vocab_size=50368,
+            seq_len=seq_len,
+            max_positions=seq_len,
+            mbs=mbs,
+            nproc=8,
+            device="h100-sxm",
+            precision=precision,
+        )
+        steps_s[precision] = predict(inputs_of(basis_of(job), workload_of(job))).step_s
+    published = bf16_s / fp8_s
+    assert steps_s["bf16"] / steps_s["fp8"] == pytest.approx(published, rel=0.12)

@@ -48,3 +48,20 @@ def test_what_gave_wrong_gradients_is_refused(
     reason = refusal(of, h200())
 
     assert ("wrong gradients" in (reason or "")) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("device", "fp8", "words"),
+    [
+        ("cuda", Fp8.MXFP8, "mxfp8 products need a Blackwell GPU: --precision fp8"),
+        ("cuda", Fp8.NVFP4, "nvfp4 products need a Blackwell GPU: --precision fp8"),
+        ("cpu", Fp8.MXFP8, None),  # emulated
+        ("cpu", Fp8.NVFP4, "transformer_engine is not installed: --precision fp8 uses torchao"),
+    ],
+)
+def test_block_formats_need_a_device_that_multiplies_them(
+    device: str, fp8: Fp8, words: str | None
+) -> None:
+    pytest.importorskip("torchao")
+    of = replace(case(LLAMA), device=device, fp8=fp8, precision=Precision.AMP)
+    assert refusal(of, h200()) == words

@@ -45,6 +45,8 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         | {"sequence_parallel": True, "tp_comm_overlap": True},
         DENSE | {"world_size": 8, "tp": 2, "lora_rank": 4},
         EXPERTS | {"world_size": 8, "ep": 4, "shared_experts": 1},
+        EXPERTS
+        | {"world_size": 8, "ep": 4, "gbs": 16, "overlap_moe_expert_parallel_comm": True},
         EXPERTS | {"world_size": 8, "ep": 4, "moe_expert_capacity_factor": 1.5},
         EXPERTS
         | {"world_size": 8, "ep": 4, "tp": 2, "sequence_parallel": True}

@@ -13,11 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepmark.cases.training import Recompute
+from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Attention, CrossEntropy, Gemm, Phase
 from stepmark.model.parallel import ParallelConfig
+from stepmark.model.product_precision import Recipe, by_recipe
+from stepmark.step.layout import is_cast
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Workload
-from stepmark.workloads.architecture import Architecture, Batch, OwnJob, unit
+from stepmark.workloads.architecture import Architecture, Batch, OwnJob, unit, weights_first
 from stepmark.workloads.published import PUBLISHED, gpt_j
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.deepspeed import rule as zero
@@ -409,3 +412,15 @@ def test_what_cannot_be_is_refused_in_one_line(wrong: Callable[[], object]) -> N
     with pytest.raises(ConfigError) as raised:
         wrong()
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("recipe", Recipe)
+def test_linear_layers_are_narrow_unless_they_say_otherwise(recipe: Recipe) -> None:
+    batch = Batch(mbs=1, seq_len=64, products=by_recipe(recipe))
+    for narrow in (True, False):
+        layer = batch.linear("mlp", 64, 64, narrow=narrow)
+        dtypes = {op.op.dtype for op in layer.work if isinstance(op.op, Gemm)}
+        assert dtypes == {batch.products.dtype if batch.products and narrow else DType.BF16}
+    first = weights_first(batch.linear("mlp", 64, 64).bwd)
+    assert [is_cast(op) for op in first] == [True, False, False]
+    assert [op.phase for op in first[1:]] == [Phase.WGRAD, Phase.DGRAD]

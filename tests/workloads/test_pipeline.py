@@ -1,7 +1,7 @@
 """Schedules as laws: every stage a process that computes, sends, receives and waits."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Phase
 from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
-from stepmark.workloads.pipeline import Act, Action, Pipeline, Span, program, schedule
+from stepmark.workloads.pipeline import (
+    Act,
+    Action,
+    Pipeline,
+    Span,
+    moved,
+    program,
+    schedule,
+)
 
 SENDS = {Act.SEND_FORWARD: 1, Act.SEND_BACKWARD: -1}
 RECVS = {Act.RECV_FORWARD: -1, Act.RECV_BACKWARD: 1}
@@ -23,7 +31,21 @@ def flat(spans: tuple[Span, ...]) -> Iterator[Action]:
         for time in range(span.times):
             for tick in span.ticks:
                 for action in tick:
-                    yield replace(action, microbatch=action.microbatch + time * span.step)
+                    yield moved(action, time * span.step)
+
+
+def apart(actions: Iterable[Action]) -> Iterator[Action]:
+    """Two passes in turns as one after the other."""
+    for action in actions:
+        if action.act is not Act.COMBINED:
+            yield action
+            continue
+        yield replace(action, act=Act.FORWARD)
+        yield Action(
+            act=Act.BACKWARD,
+            chunk=action.backward_chunk,
+            microbatch=action.backward_microbatch,
+        )
 
 
 @dataclass
@@ -58,7 +80,9 @@ class Simulation:
 
     def __post_init__(self) -> None:
         stages = range(self.pipeline.num_stages)
-        self.processes = [Process(list(flat(schedule(self.pipeline, one)))) for one in stages]
+        self.processes = [
+            Process(list(apart(flat(schedule(self.pipeline, one))))) for one in stages
+        ]
 
     def run(self) -> int:
         """Time until all are done, a pass of a chunk taking 1 and a transfer 0."""
@@ -223,7 +247,39 @@ def test_bubble_and_activations_in_flight(pipeline: Pipeline) -> None:
             assert process.most_live <= size - stage
 
 
-@given(pipelines(), st.data())
+def combining() -> st.SearchStrategy[Pipeline]:
+    return (
+        pipelines()
+        .map(lambda each: replace(each, combines=True))
+        .filter(lambda each: each.num_stages == 1 or each.num_chunks > 1)
+    )
+
+
+@given(combining())
+def test_passes_in_turns_are_independent(pipeline: Pipeline) -> None:
+    """Each has what it needs before both begin; first and last passes run alone."""
+    simulation = Simulation(pipeline)
+    simulation.run()
+    chunks, total = pipeline.num_chunks, pipeline.num_microbatches
+    for stage, process in enumerate(simulation.processes):
+        passes = Counter((a.act, a.chunk, a.microbatch) for a in process.actions)
+        assert all(
+            passes[act, chunk, microbatch] == 1
+            for act in (Act.FORWARD, Act.BACKWARD)
+            for chunk in range(chunks)
+            for microbatch in range(total)
+        )
+        assert process.most_live == min(pipeline.num_warmup(stage) + 1, total * chunks)
+        known: set[tuple[int, int]] = set()
+        for action in flat(schedule(pipeline, stage)):
+            if action.act is Act.COMBINED:
+                assert not action.edge
+                assert (action.backward_chunk, action.backward_microbatch) in known
+            if action.act in (Act.FORWARD, Act.COMBINED):
+                known.add((action.chunk, action.microbatch))
+
+
+@given(st.one_of(pipelines(), combining()), st.data())
 def test_a_program_expands_to_its_ticks(pipeline: Pipeline, data: st.DataObject) -> None:
     stage = data.draw(st.integers(0, pipeline.num_stages - 1))
     spans = schedule(pipeline, stage, gathers=data.draw(st.booleans()), reduces=True)

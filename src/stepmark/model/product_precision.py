@@ -56,9 +56,9 @@ class ProductPrecision:
         Both layouts are written, along rows and along columns: Hopper's fp8 units need both,
         and scale factors of blocks differ. Of a tensor that is gathered afterwards only one is
         gathered where factors are per tensor: the other is transposed from `gathered` elements
-        (pytorch/module/base.py, grad_output_preprocess; tensor/float8_tensor.py,
-        _create_transpose). Blackwell's units need no second layout of such tensors: there the
-        traffic is less.
+        (pytorch/module/linear.py, input_quantizer.set_usage; tensor/storage/
+        float8_tensor_storage.py, _create_transpose). Blackwell's units need no second layout
+        of tensors with one factor: there the traffic is less.
         """
         if not self.num_reads:
             return 0

@@ -101,14 +101,14 @@ def _contention_notes(prediction: Prediction) -> Iterator[str]:
         yield f"{text} ({', '.join(names)}): where they overlap, both take as long as alone"
 
 
-def _peak_notes(inputs: Inputs) -> Iterator[str]:
-    """Yield which peak MFU is a share of, and what share of the products' own peak it is."""
+def _peak_note(inputs: Inputs) -> str:
+    """Return which peak MFU is a share of, and by how much that of the products is higher."""
+    dtype = inputs.narrow_dtypes[0]
     device = inputs.device
     bf16 = device and device.peak(DType.BF16)
-    for dtype in inputs.narrow_dtypes[:1]:
-        own = device and device.peak(dtype)
-        times = f", which is {own / bf16:.3g} times as high" if own and bf16 else ""
-        yield f"MFU and HFU are of the bf16 peak, not of the {dtype} peak{times}"
+    own = device and device.peak(dtype)
+    times = f", which is {own / bf16:.3g} times as high" if own and bf16 else ""
+    return f"MFU and HFU are of the bf16 peak, not of the {dtype} peak{times}"
 
 
 def _use_notes(inputs: Inputs, sources: Mapping[Source, float]) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _use_notes(inputs: Inputs, sources: Mapping[Source, float]) -> Iterator[str]
     if Source.FILE in sources and not inputs.times_of_file and measured_on:
         yield f"the workload file's own times are those of {measured_on}"
     if inputs.narrow_dtypes:
-        yield from _peak_notes(inputs)
+        yield _peak_note(inputs)
     if not inputs.host_is_known:
         yield "the host's time is not known: it counts as ahead of the device"
     is_on_gpu = inputs.case is None or inputs.case.device == "cuda"

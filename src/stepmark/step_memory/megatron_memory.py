@@ -40,6 +40,7 @@ from stepmark.workloads.rules.megatron.chunk import (
     plan_of,
     selected,
 )
+from stepmark.workloads.rules.megatron.rule import pipeline_of
 from stepmark.workloads.rules.megatron.settings import Granularity, Megatron, Plan, make_plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
 
@@ -68,12 +69,7 @@ def stage_memories(
     """Return the memory of a rank of each pipeline stage. Raises ConfigError."""
     plan = make_plan(job, settings)
     chunks_by_stage, _ = partition(plan)
-    pipeline = Pipeline(
-        num_stages=job.parallel.pp,
-        num_microbatches=job.num_microbatches,
-        num_chunks=plan.settings.virtual_pipeline_model_parallel_size,
-        overlap=plan.settings.overlap_p2p_comm,
-    )
+    pipeline = pipeline_of(plan)
     layers = _Layers(plan, extras or Extras())
     return [
         _stage(layers, pipeline, stage, chunks) for stage, chunks in enumerate(chunks_by_stage)
@@ -133,8 +129,12 @@ def _passes(pipeline: Pipeline, stage: int) -> Iterator[tuple[int, bool]]:
     """Yield a stage's passes; repetitions of a steady state need no more memory."""
     for span in schedule(pipeline, stage):
         for action in itertools.chain(*span.ticks * min(span.times, 2)):
-            if action.act in (Act.FORWARD, Act.BACKWARD):
-                yield action.chunk, action.act is Act.FORWARD
+            if action.act in (Act.FORWARD, Act.COMBINED):
+                yield action.chunk, True
+            if action.act is Act.BACKWARD:
+                yield action.chunk, False
+            elif action.act is Act.COMBINED:
+                yield action.backward_chunk, False
 
 
 @dataclass(frozen=True)

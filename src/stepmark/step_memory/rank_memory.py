@@ -33,8 +33,8 @@ class RankMemory:
         return sum(self.kinds.values())
 
 
-# Of the bytes of passes, which come and go, torch's allocator reserves this much more: chosen on
-# published layouts of nanotron (validation/published_steps.py memory).
+# Of the bytes of passes, which come and go, torch's allocator reserves this much more: chosen
+# on published layouts of nanotron (validation/published_steps.py memory).
 _FRAGMENTS = 0.15
 
 

@@ -190,7 +190,7 @@ def _fp8(case: TrainCase) -> Refused:
         yield "tp", case.parallel.tp, "1 with --fp8-recipe te"
     field = "precision" if case.dtype.is_block_format else "fp8"
     if field == "precision" and case.parallel.tp > 1:
-        yield "tp", case.parallel.tp, f"1 with --precision {case.fp8}"
+        yield field, case.fp8, "fp8 with tp, since its layers are not divided"
     for what, width in _widths(case):
         multiple = row_multiple(case.dtype)
         if width % multiple:

@@ -252,13 +252,18 @@ class Batch:
         bias: bool = False,
         rows: int | None = None,
         tied: str = "",
+        narrow: bool = True,
     ) -> Module:
         """Return y = x W.T (+ b), W [out, width]. rows: of x; None: the tokens.
 
-        tied: another unit's parameter in place of W, e.g. "table.weight".
+        tied: another unit's parameter in place of W, e.g. "table.weight". narrow: False for a
+        head or a router, whose products --precision leaves in bf16.
         """
         inputs = Inputs(
-            mbs=self.mbs, seq_len=self.seq_len, dtype=self.dtype, products=self.products
+            mbs=self.mbs,
+            seq_len=self.seq_len,
+            dtype=self.dtype,
+            products=self.products if narrow else None,
         )
         products = linear_products(inputs, rows or self.tokens, out, width)
         params = [] if tied else [Param(name=f"{name}.weight", shape=(out, width), part=name)]

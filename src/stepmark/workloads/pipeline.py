@@ -47,6 +47,7 @@ class Act(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    COMBINED = "combined"  # a forward pass and a backward pass, layer by layer in turns
     SEND_FORWARD = "send_forward"
     RECV_FORWARD = "recv_forward"
     SEND_BACKWARD = "send_backward"
@@ -59,7 +60,10 @@ class Act(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """edge: a chunk's first forward or last backward of the step."""
+    """edge: a chunk's first forward or last backward of the step.
+
+    backward_chunk, backward_microbatch: of a combined action, whose others are the forward's.
+    """
 
     act: Act
     chunk: int = 0
@@ -67,6 +71,8 @@ class Action:
     edge: bool = False
     fused: bool = False  # in one call with the transfer before it
     after: tuple[str, ...] = ()
+    backward_chunk: int = 0
+    backward_microbatch: int = 0
 
 
 Tick = tuple[Action, ...]
@@ -86,13 +92,16 @@ class Pipeline:
     """A pipeline's stages, micro-batches and model chunks per stage.
 
     overlap: transfers of interleaved stages overlap with computation (Megatron's
-    overlap_p2p_comm); else one batched call waits for all. Raises ConfigError.
+    overlap_p2p_comm); else one batched call waits for all. combines: passes of the steady state
+    run in turns, for which each stage is one forward pass further ahead (Megatron's
+    overlap_moe_expert_parallel_comm). Raises ConfigError.
     """
 
     num_stages: int = 1
     num_microbatches: int = 1
     num_chunks: int = 1
     overlap: bool = True
+    combines: bool = False
 
     def __post_init__(self) -> None:
         if self.num_chunks == 1:
@@ -121,6 +130,7 @@ class Pipeline:
         warmup = self.num_stages - stage - 1
         if self.num_chunks > 1:
             warmup = 2 * warmup + (self.num_chunks - 1) * self.num_stages
+        warmup += self.combines
         return min(warmup, self.num_microbatches * self.num_chunks)
 
 
@@ -128,7 +138,28 @@ TRANSFERS = (Act.SEND_FORWARD, Act.RECV_FORWARD, Act.SEND_BACKWARD, Act.RECV_BAC
 SENDS = (Act.SEND_FORWARD, Act.SEND_BACKWARD)
 FORWARD_TRANSFERS = (Act.SEND_FORWARD, Act.RECV_FORWARD)
 WITH_NEXT_STAGE = (Act.SEND_FORWARD, Act.RECV_BACKWARD)
-WITH_MICROBATCH = (Act.FORWARD, Act.BACKWARD, *TRANSFERS)
+WITH_MICROBATCH = (Act.FORWARD, Act.BACKWARD, Act.COMBINED, *TRANSFERS)
+
+
+def moved(action: Action, microbatches: int) -> Action:
+    """Return an action of micro-batches so many further on."""
+    if action.act not in WITH_MICROBATCH:
+        return action
+    action = replace(action, microbatch=action.microbatch + microbatches)
+    if action.act is not Act.COMBINED:
+        return action
+    return replace(action, backward_microbatch=action.backward_microbatch + microbatches)
+
+
+def combined(forward: Action, backward: Action) -> Action:
+    return replace(
+        forward,
+        act=Act.COMBINED,
+        backward_chunk=backward.chunk,
+        backward_microbatch=backward.microbatch,
+    )
+
+
 Lower = Callable[[Action], tuple[Item, ...]]
 
 
@@ -144,12 +175,7 @@ def program(
     waiting: list[tuple[str, int, int]] = []  # block, first micro-batch, times
 
     def name_of(tick: Tick, base: int) -> str:
-        relative = tuple(
-            replace(action, microbatch=action.microbatch - base)
-            if action.act in WITH_MICROBATCH
-            else action
-            for action in tick
-        )
+        relative = tuple(moved(action, -base) for action in tick)
         if relative not in names:
             names[relative] = f"{prefix}tick{len(names)}"
             blocks[names[relative]] = tuple(
@@ -220,12 +246,11 @@ def _plain(pipeline: Pipeline, stage: int, reduces: bool) -> Iterator[Span]:
     def steady(index: int) -> Tick:
         newest = warmup + index
         following = newest + 1 if index + 1 < remaining else None
-        return (
-            Action(act=Act.FORWARD, microbatch=newest, edge=newest == 0),
-            *next_(newest, index),
-            Action(act=Act.BACKWARD, microbatch=index, edge=index == total - 1),
-            *prev(index, following),
-        )
+        forward = Action(act=Act.FORWARD, microbatch=newest, edge=newest == 0)
+        backward = Action(act=Act.BACKWARD, microbatch=index, edge=index == total - 1)
+        if pipeline.combines:  # there is one stage
+            return (combined(forward, backward),)
+        return (forward, *next_(newest, index), backward, *prev(index, following))
 
     for index in range(warmup):
         forward = Action(act=Act.FORWARD, microbatch=index, edge=index == 0)
@@ -390,10 +415,12 @@ class _Interleaved:
         gradient = self.arriving(number, forward=False)
         sent = self.leaving(forward_number, forward=True)
         gradient_sent = self.leaving(number, forward=False)
+        passes: Tick = (self.forward(forward_number), self.backward(number))
+        if self.pipeline.combines:
+            passes = (combined(*passes),)
         if not self.pipeline.overlap:
             return (
-                self.forward(forward_number),
-                self.backward(number),
+                *passes,
                 *self.reduce_at(number),
                 *self.transfers(
                     batched=True,
@@ -404,8 +431,20 @@ class _Interleaved:
                 ),
             )
         begins = self.is_first and self.place(forward_number, forward=True)[0] == 0
+        waits: Tick = () if begins or number == 0 else (_wait(Act.RECV_FORWARD),)
+        if self.pipeline.combines:
+            return (
+                *waits,
+                *self.gradient_wait(number),
+                *passes,
+                *self.transfers(batched=False, send_forward=sent, recv_forward=arriving),
+                *self.reduce_at(number),
+                *self.transfers(
+                    batched=False, send_backward=gradient_sent, recv_backward=gradient
+                ),
+            )
         return (
-            *(() if begins or number == 0 else (_wait(Act.RECV_FORWARD),)),
+            *waits,
             self.forward(forward_number),
             *self.transfers(batched=False, send_forward=sent, recv_forward=arriving),
             *self.gradient_wait(number),

@@ -82,6 +82,8 @@ class Rule:
             axes = dataclasses.asdict(job.parallel)
             of_job = {"mbs": job.mbs, "gbs": job.global_batch}
             of_job |= {axis: size for axis, size in axes.items() if size > 1}
+            if job.products is not None:
+                of_job["products"] = job.products.dtype.value
             settings = {**of_job, **settings}
         return dataclasses.replace(workload, settings=settings)
 

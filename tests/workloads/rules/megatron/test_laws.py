@@ -13,13 +13,14 @@ from hypothesis import given
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.collectives import Collective
 from stepmark.model.model import ModelConfig
-from stepmark.model.ops import GroupedGemm, Phase
+from stepmark.model.ops import Gemm, GroupedGemm, Norm, Phase
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
 from stepmark.workloads.formats.ranks import disagreements
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron.layer import exchange
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
 from stepmark.workloads.rules.megatron.settings import (
+    RECOMPUTE_MODULES,
     CpComm,
     Dispatcher,
     Granularity,
@@ -251,6 +252,65 @@ def test_recompute_runs_the_layers_forward_again() -> None:
     extra = sum(1 for op in comms(again, 0) if op.group == "tp" and op.recompute)
     # A layer gathers twice and scatters twice; its last scatter is run again as well.
     assert extra == 4 * job.model.num_layers * job.num_microbatches
+
+
+ROUTED = {"mlp.router", "mlp.dispatch", "mlp.combine"}
+RERUN = {
+    "core_attn": {"attention.core"},
+    "layernorm": {"attention.norm", "mlp.norm"},
+    "mla_up_proj": {"attention.q_up", "attention.kv_up", "attention.rope"},
+    "mlp": {"mlp.gate_up", "mlp.activation", "mlp.down"},
+    "moe_act": {"mlp.experts_activation"},
+    "shared_experts": {"mlp.shared_gate_up", "mlp.shared_activation", "mlp.shared_down"},
+}
+RERUN["moe"] = (
+    ROUTED
+    | RERUN["shared_experts"]
+    | {"mlp.experts_gate_up", "mlp.experts_activation", "mlp.experts_down"}
+)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("word", RECOMPUTE_MODULES)
+def test_selective_recompute_runs_the_named_modules_again(word: str, chunks: int) -> None:
+    """As TransformerConfig.recompute_modules says; in each layer once per backward pass."""
+    job = make(LATENT, pp=2, dp_shard=2, ep=2)
+    settings = Megatron(
+        recompute_granularity=Granularity.SELECTIVE,
+        recompute_modules=word,
+        virtual_pipeline_model_parallel_size=chunks,
+    )
+    program = workload(job, settings)
+    again = Counter(
+        (op.module, op.layer)
+        for stage in range(2)
+        for op in program.expand(stage)
+        if op.recompute and isinstance(op, ComputeOp) and isinstance(op.op, Gemm | Norm)
+    )
+    names = {op.module for stage in (0, 1) for op in program.expand(stage) if op.recompute}
+    assert names == RERUN[word]
+    assert set(again.values()) <= {job.num_microbatches}
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(("method", "layers"), [("uniform", 2), ("block", 1), ("block", 9)])
+def test_full_recompute_of_so_many_layers_of_a_chunk(
+    method: str, layers: int, chunks: int
+) -> None:
+    """uniform: all of them; block: the first ones of each model chunk."""
+    settings = Megatron(
+        recompute_granularity=Granularity.FULL,
+        recompute_method=method,
+        recompute_num_layers=layers,
+        virtual_pipeline_model_parallel_size=chunks,
+    )
+    program = workload(make(pp=2), settings)
+    per_chunk = DENSE.num_layers // (2 * chunks)
+    expected = set(range(DENSE.num_layers))
+    if method == "block":
+        expected = {layer for layer in expected if layer % per_chunk < layers}
+    found = {op.layer for stage in (0, 1) for op in program.expand(stage) if op.recompute}
+    assert found == expected
 
 
 @pytest.mark.parametrize("model", [EXPERTS, LATENT])

@@ -145,6 +145,9 @@ def test_parameters_gathered_in_fp8_have_half_the_bytes(overlap: bool) -> None:
     assert saved == pytest.approx(narrow, abs=2 * padding)
     reduced = [counter["reduce_scatter"] for counter in bytes_of]
     assert reduced[0] == pytest.approx(reduced[1], abs=4 * padding)
+    # The shards are cast by the maxima of whole weights: four of each layer.
+    (amax,) = messages(low, module="amax", phase=Phase.OPTIM)
+    assert (amax.count, amax.redop) == (4 * DENSE.num_layers, RedOp.MAX)
     # MXFP8 parameters are gathered in bf16 (param_and_grad_buffer.py, shared_buffer).
     mx = [
         step(mesh=mesh, **FP8, fp8_recipe=Fp8Recipe.MXFP8, **more, fp8_param_gather=gathers)

@@ -92,6 +92,15 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
         {FIRST: 1, "virtual_pipeline_model_parallel_size": 2},
         "virtual_pipeline_model_parallel_size.*2.*1 layers",
     ),
+    (
+        DENSE,
+        {},
+        {
+            "recompute_granularity": Granularity.SELECTIVE,
+            "recompute_modules": "core_attn,mla_up_proj",
+        },
+        "recompute_modules mla_up_proj is invalid: .* left out for a model without latent",
+    ),
     (DENSE, {}, {"virtual_pipeline_model_parallel_size": 2}, "vpp.*one pipeline stage"),
     (
         DENSE,

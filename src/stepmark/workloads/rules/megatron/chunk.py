@@ -9,7 +9,8 @@ moe_layer.py, tensor_parallel/random.py. Compared with a run of megatron-core
 (tests/data/megatron).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stepmark.ground.errors import ConfigError
@@ -17,6 +18,7 @@ from stepmark.model.ops import Phase
 from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workloads.rules.megatron import gradients, narrow
+from stepmark.workloads.rules.megatron.combined import order, pieces
 from stepmark.workloads.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
 from stepmark.workloads.rules.megatron.layer import attention, embedding, experts, head, mlp
 from stepmark.workloads.rules.megatron.layer import data as data_of
@@ -80,16 +82,35 @@ class Library:
             self.num_products[kind] = narrow.num_products(block.walk())
             self.add(f"{kind}.forward", forward(steps))
             self.add(f"{kind}.again", forward(steps, again=True))
-            self.add(
-                f"{kind}.backward",
-                backward(steps, selected(plan, [step.module for step in steps])),
-            )
+            groups = selected(plan, [step.module for step in steps])
+            self.add(f"{kind}.backward", backward(steps, groups))
+            if plan.settings.overlap_moe_expert_parallel_comm:
+                self._add_pieces(kind)
             self.add(f"{kind}.full", (*self.operations[f"{kind}.again"], *backward(steps)))
         self.add("embedding.forward", forward([embedding(plan)]))
         self.add("embedding.backward", backward([embedding(plan)]))
         last = head(plan)
         self.add("head.forward", forward(last))
         self.add("head.backward", backward(last))
+
+    def _add_pieces(self, kind: str) -> None:
+        """Add the pieces of a layer that runs in turns with another one."""
+        plan = self.plan
+        attention_steps, mlp_steps = _parts(plan, kind, apart=True)
+        parts = pieces(
+            attention_steps,
+            mlp_steps,
+            selected(plan, [step.module for step in (*attention_steps, *mlp_steps)]),
+            is_moe=has_experts(kind),
+            delays=plan.settings.delay_wgrad_compute,
+        )
+        for number, piece in enumerate(parts.forward):
+            self.add(f"{kind}.combined.forward{number}", piece)
+        for number, piece in enumerate(parts.backward):
+            self.add(f"{kind}.combined.backward{number}", piece)
+        # Transfers do not wait for delayed gradients: they complete no pass.
+        self.operations[f"{kind}.combined.mlp_weights"] = parts.mlp_weights
+        self.operations[f"{kind}.combined.attention_weights"] = parts.attention_weights
 
     def add(self, name: str, operations: tuple[Operation, ...]) -> str:
         if name not in self.operations:
@@ -277,9 +298,56 @@ def _together(library: Library, kinds: Sequence[str]) -> str:
     return library.add(name, tuple(ops))
 
 
+def combined_runs(
+    library: Library, forward: Chunk, backward: Chunk, microbatches: tuple[int, int]
+) -> Block:
+    """Return the Runs of a chunk forward and one backward in turns, the layers in pairs.
+
+    microbatches: of the forward pass and of the backward pass. What comes before the layers of
+    a pass, or after them, runs before or after all pairs.
+    """
+    plan = library.plan
+    before: list[Segment] = []
+    after: list[Segment] = []
+    for segment in forward_segments(library, forward):
+        if segment.places == (HEAD,):
+            after.append(segment)
+        elif not segment.places or segment.places == (EMBEDDING,):
+            before.append(segment)
+    items = [*_at_microbatch(library.runs(before), microbatches[0])]
+    if backward.has_head:
+        head_pass = library.runs([Segment(block="head.backward")])
+        items += _at_microbatch(head_pass, microbatches[1])
+    layers = {True: [*forward.layers], False: [*reversed(backward.layers)]}
+    for name, is_forward, place in order(forward.num_layers, backward.num_layers):
+        if place < len(layers[is_forward]):
+            layer = layers[is_forward][place]
+            block = f"{kind_of(plan, layer)}.combined.{name}"
+            runs = library.runs([Segment(block=block, layer=layer)])
+            items += _at_microbatch(runs, microbatches[0 if is_forward else 1])
+    items += _at_microbatch(library.runs(after), microbatches[0])
+    if backward.has_embedding:
+        embedding_pass = library.runs([Segment(block="embedding.backward")])
+        items += _at_microbatch(embedding_pass, microbatches[1])
+    return tuple(items)
+
+
+def _at_microbatch(block: Block, microbatch: int) -> Iterator[Run]:
+    for item in block:
+        assert isinstance(item, Run)
+        yield replace(item, microbatch=microbatch)
+
+
 def _layer(plan: Plan, kind: str) -> tuple[Step, ...]:
+    return tuple(itertools.chain(*_parts(plan, kind)))
+
+
+def _parts(
+    plan: Plan, kind: str, *, apart: bool = False
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Return a layer's attention and its MLP. apart: exchanges over ep have their stream."""
     own = plan_of(plan, kind)
-    return (*attention(own), *(experts(own) if kind.startswith(_MOE) else mlp(own)))
+    return attention(own), experts(own, apart=apart) if has_experts(kind) else mlp(own)
 
 
 def selected(plan: Plan, modules: Sequence[str]) -> dict[str, str]:

@@ -61,9 +61,9 @@ class Bucket:
         return sum(param.count for param in self.params)
 
     @property
-    def num_narrow(self) -> int:
-        """Elements of weights of narrow products."""
-        return sum(param.count for param in self.params if param.is_narrow)
+    def narrow_counts(self) -> tuple[int, ...]:
+        """Elements of each weight of narrow products."""
+        return tuple(param.count for param in self.params if param.is_narrow)
 
 
 def layer_params(plan: Plan, *, moe: bool) -> tuple[Param, ...]:
@@ -344,9 +344,9 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
         # The update of this rank's share of parameters, in fp32.
         own = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
         count = sum(bucket.count for bucket in own)
-        ranks = 1
+        group = "intra_expt_dp" if expert else "intra_dp_cp"
         if sharded:
-            ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
+            ranks = plan.size(group)
             count = sum(bucket.padded for bucket in own) // ranks
         if own:
             ops.append(
@@ -356,13 +356,8 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
                     module="optimizer.experts" if expert else "optimizer",
                 )
             )
-            ops += narrow.weight_casts(
-                plan,
-                sum(
-                    param.count for bucket in own for param in bucket.params if param.is_narrow
-                ),
-                ranks,
-            )
+            counts = [size for bucket in own for size in bucket.narrow_counts]
+            ops += narrow.weight_casts(plan, counts, group)
         # Each optimizer gathers all buckets of the chunks, including the other's.
         for bucket in stage.all_buckets if gathers else ():
             ops += gather(plan, bucket)

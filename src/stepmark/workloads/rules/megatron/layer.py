@@ -555,8 +555,11 @@ def all_gather(plan: Plan) -> tuple[Step, Step]:
     return dispatch, combine
 
 
-def experts(plan: Plan) -> tuple[Step, ...]:
-    """Return norm, shared.*, router, dispatch, experts.*, combine, residual of one layer."""
+def experts(plan: Plan, *, apart: bool = False) -> tuple[Step, ...]:
+    """Return norm, shared.*, router, dispatch, experts.*, combine, residual of one layer.
+
+    apart: exchanges over ep have a stream of their own.
+    """
     parts = leaves(plan, moe=True)
     hidden = plan.model.hidden_size
     steps = [of_leaf(parts["mlp.norm"])]
@@ -570,10 +573,25 @@ def experts(plan: Plan) -> tuple[Step, ...]:
                 linear = row if name.endswith("down") else column
                 steps.append(linear(plan, part, hidden))
     steps.append(_router(plan, parts["mlp.router"]))
-    gathers = plan.settings.moe_token_dispatcher_type is Dispatcher.ALLGATHER
-    before, after = all_gather(plan) if gathers else all_to_all(plan)
     inner = [of_leaf(leaf) for name, leaf in parts.items() if name.startswith("mlp.experts")]
-    return (*steps, before, *inner, after, of_leaf(parts["mlp.residual"]))
+    before: tuple[Step, ...]
+    after: tuple[Step, ...]
+    if apart:
+        to_experts = _Exchange(plan, "mlp.dispatch")
+        from_experts = _Exchange(plan, "mlp.combine")
+        counts, dispatch = _dispatch(plan, to_experts)
+        combine = _combine(plan, from_experts)
+        before = (
+            to_experts.step(counts),
+            *to_experts.overlapped(dispatch.before, dispatch.sent, dispatch.after),
+        )
+        after = from_experts.overlapped(combine.before, combine.sent, combine.after)
+    else:
+        gathers = plan.settings.moe_token_dispatcher_type is Dispatcher.ALLGATHER
+        first, last = all_gather(plan) if gathers else all_to_all(plan)
+        before = (first,)
+        after = (last,)
+    return (*steps, *before, *inner, *after, of_leaf(parts["mlp.residual"]))
 
 
 def _beside_exchanges(plan: Plan, parts: Mapping[str, Module]) -> Iterator[Step]:

@@ -10,14 +10,15 @@ and base.py (a tensor is cast before it is gathered), pytorch/quantization.py
 (reduce_and_update_fp8_tensors). Read, not compared with a run.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
-from stepmark.model.ops import GroupedGemm, Phase
+from stepmark.model.ops import GroupedGemm, Phase, Scaling
+from stepmark.model.ops.matmul import BLOCK
 from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
 from stepmark.step.layout import cast_kernel, is_cast
 from stepmark.step.module import Module
@@ -202,19 +203,36 @@ def amax(plan: "Plan", count: int, phase: Phase) -> tuple[CommOp, ...]:
     )
 
 
-def weight_casts(plan: "Plan", count: int, ranks: int) -> tuple[ComputeOp, ...]:
-    """Return the casts of a step's narrow weights. count: their elements on this rank.
+def weight_casts(
+    plan: "Plan", counts: Sequence[int], group: str
+) -> tuple[ComputeOp | CommOp, ...]:
+    """Return the casts of a step's narrow weights. counts: elements of each on this rank.
 
-    With fp8_param_gather a rank of `ranks` casts its shard before the gather. MXFP8 parameters
+    With fp8_param_gather a rank of the group casts its shard before the gather, by the largest
+    magnitudes of whole weights or of their blocks of 128 x 128, which the group reduces
+    (TransformerEngine, pytorch/tensor/utils.py, cast_master_weights_to_fp8). MXFP8 parameters
     are gathered in bf16 and cast whole (param_and_grad_buffer.py, shared_buffer).
     """
     products = plan.job.products
-    if products is None or not count:
+    total = sum(counts)
+    if products is None or not total:
         return ()
-    num_bytes = products.cast_bytes(count)
+    num_bytes = products.cast_bytes(total)
+    reduced: tuple[CommOp, ...] = ()
     if gathers_fp8(plan):
-        num_bytes = products.cast_bytes(count // ranks, gathered=count)
-    return (ComputeOp(op=cast_kernel(num_bytes), phase=Phase.OPTIM, module="parameters"),)
+        num_bytes = products.cast_bytes(total // plan.size(group), gathered=total)
+        by_block = products.scaling is Scaling.BLOCKWISE
+        reduced = plan.comms(
+            Collective.ALL_REDUCE,
+            sum(-(-count // BLOCK**2) for count in counts) if by_block else len(counts),
+            group,
+            Phase.OPTIM,
+            "amax",
+            DType.FP32,
+            redop=RedOp.MAX,
+        )
+    cast = ComputeOp(op=cast_kernel(num_bytes), phase=Phase.OPTIM, module="parameters")
+    return (*reduced, cast)
 
 
 def gathers_fp8(plan: "Plan") -> bool:

@@ -37,6 +37,7 @@ from stepmark.workloads.rules.megatron.chunk import (
     Library,
     Segment,
     backward_segments,
+    combined_runs,
     first_forward,
     forward_segments,
     is_moe,
@@ -82,7 +83,7 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
         )
 
 
-_COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.WAIT)
+_COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.COMBINED, Act.WAIT)
 
 
 def with_async_deps(
@@ -131,18 +132,23 @@ _SOURCE = (
 )
 
 
-def workload(job: Job, settings: Megatron) -> Workload:
-    """Return one training step. Raises ConfigError for jobs that Megatron-LM refuses."""
-    plan = make_plan(job, settings)
+def pipeline_of(plan: Plan) -> Pipeline:
     settings = plan.settings
-    parallel = plan.job.parallel
-    chunks_by_stage, notes = partition(plan)
-    pipeline = Pipeline(
-        num_stages=parallel.pp,
+    return Pipeline(
+        num_stages=plan.job.parallel.pp,
         num_microbatches=plan.job.num_microbatches,
         num_chunks=settings.virtual_pipeline_model_parallel_size,
         overlap=settings.overlap_p2p_comm,
+        combines=settings.overlap_moe_expert_parallel_comm,
     )
+
+
+def workload(job: Job, settings: Megatron) -> Workload:
+    """Return one training step. Raises ConfigError for jobs that Megatron-LM refuses."""
+    plan = make_plan(job, settings)
+    parallel = plan.job.parallel
+    chunks_by_stage, notes = partition(plan)
+    pipeline = pipeline_of(plan)
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
     stages = [
@@ -269,6 +275,13 @@ class _StageBuilder:
         match action.act:
             case Act.FORWARD | Act.BACKWARD:
                 return self.run(action)
+            case Act.COMBINED:
+                return combined_runs(
+                    self.library,
+                    self.chunks[action.chunk],
+                    self.chunks[action.backward_chunk],
+                    (action.microbatch, action.backward_microbatch),
+                )
             case Act.WAIT:
                 return (wait(action.after, Phase.FWD, "pipeline"),)
             case Act.REDUCE:

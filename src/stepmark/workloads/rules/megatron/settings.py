@@ -86,6 +86,7 @@ LORA_TARGETS = {
     "linear_fc1": ("gate", "up"),
     "linear_fc2": ("down",),
 }
+_Refusal = tuple[object, str, object, str]  # of job.refuse_first
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -143,6 +144,12 @@ class Megatron:
         None, "tokens per expert / its even share; below 0: all [dropless]"
     )
     moe_pad_expert_input_to_capacity: bool = setting(False, "pad experts' inputs to capacity")
+    overlap_moe_expert_parallel_comm: bool = setting(
+        False, "run a forward and a backward pass in turns, exchanges of one beside the other"
+    )
+    delay_wgrad_compute: bool = setting(
+        False, "with it: weight gradients after what exchanges need"
+    )
     moe_shared_expert_overlap: bool = setting(
         False, "shared experts run beside the exchanges of the routed ones"
     )
@@ -359,15 +366,23 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     model = model_as("megatron", job.model, job.parallel.tp, multiple)
     narrow.check_layers(settings, model.num_layers, job.parallel.pp)
     job = replace(job, model=model, products=narrow.products_of(settings))
-    parallel = job.parallel
     plan = Plan(
         job=job, settings=settings, comms=Comms(groups=groups(job, settings), dtype=job.dtype)
     )
+    refuse_first(*_layout_refusals(plan), *_technique_refusals(plan))
+    return plan
+
+
+def _layout_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return the refusals of a model and of what does not divide it."""
+    settings = plan.settings
+    model = plan.model
+    parallel = plan.job.parallel
     shared = parallel.cp * parallel.tp
     data_ranks = parallel.data_ranks
     width = model.moe.ffn_hidden_size if model.moe else 0
     kv_width = 0 if model.mla else 2 * model.num_kv_heads * model.head_dim
-    refuse_first(
+    return (
         (
             kv_width % parallel.tp,
             "tp",
@@ -394,22 +409,35 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             f"a multiple of cp x tp ({shared})",
         ),
         (
-            settings.tp_comm_overlap and not plan.sequence_parallel,
-            "tp_comm_overlap",
-            True,
-            "only with sequence_parallel and tp > 1",
+            parallel.dp_replicate > 1 and not settings.use_distributed_optimizer,
+            "dp-replicate",
+            parallel.dp_replicate,
+            f"1 without use_distributed_optimizer: give that, or dp-shard {data_ranks}",
         ),
         (
-            settings.tp_comm_overlap and model.mla,
-            "tp_comm_overlap",
-            True,
-            "false with latent attention, whose products TransformerEngine has no buffers for",
+            width % plan.etp,
+            "expert_tensor_parallel_size",
+            plan.etp,
+            f"a divisor of the experts' width ({width})",
         ),
         (
-            settings.tp_comm_overlap and model.hidden_size % 4,
-            "tp_comm_overlap",
+            settings.grad_reduce_in_bf16 and plan.job.dtype is not DType.BF16,
+            "grad_reduce_in_bf16",
             True,
-            f"only with a hidden size that 4 divides, not {model.hidden_size}",
+            "only with bf16",
+        ),
+    )
+
+
+def _technique_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return the refusals of recompute, overlaps and adapters."""
+    settings = plan.settings
+    return (
+        (
+            "mla_up_proj" in settings.modules and plan.model.mla is None,
+            "recompute_modules",
+            "mla_up_proj",
+            "left out for a model without latent attention",
         ),
         (
             settings.moe_shared_expert_overlap
@@ -426,30 +454,31 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             True,
             "only without shared_experts in recompute_modules",
         ),
-        (
-            parallel.dp_replicate > 1 and not settings.use_distributed_optimizer,
-            "dp-replicate",
-            parallel.dp_replicate,
-            f"1 without use_distributed_optimizer: give that, or dp-shard {data_ranks}",
-        ),
-        (
-            width % plan.etp,
-            "expert_tensor_parallel_size",
-            plan.etp,
-            f"a divisor of the experts' width ({width})",
-        ),
+        *_userbuffer_refusals(plan),
         *_lora_refusals(plan),
-        (
-            settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16,
-            "grad_reduce_in_bf16",
-            True,
-            "only with bf16",
-        ),
+        *_combined_refusals(plan),
     )
-    return plan
 
 
-def _lora_refusals(plan: Plan) -> tuple[tuple[object, str, object, str], ...]:
+def _userbuffer_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    settings = plan.settings
+    if not settings.tp_comm_overlap:
+        return ()
+    hidden = plan.model.hidden_size
+    name = "tp_comm_overlap"
+    return (
+        (not plan.sequence_parallel, name, True, "only with sequence_parallel and tp > 1"),
+        (
+            plan.model.mla,
+            name,
+            True,
+            "false with latent attention, whose products TransformerEngine has no buffers for",
+        ),
+        (hidden % 4, name, True, f"only with a hidden size that 4 divides, not {hidden}"),
+    )
+
+
+def _lora_refusals(plan: Plan) -> tuple[_Refusal, ...]:
     lora = plan.lora
     if lora is None:
         return ()
@@ -462,6 +491,34 @@ def _lora_refusals(plan: Plan) -> tuple[tuple[object, str, object, str], ...]:
             "tp_comm_overlap",
             True,
             "false with lora_rank: adapters need the gathered input",
+        ),
+    )
+
+
+def _combined_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return what TransformerConfig refuses with overlap_moe_expert_parallel_comm."""
+    name = "overlap_moe_expert_parallel_comm"
+    settings = plan.settings
+    parallel = plan.job.parallel
+    if not settings.overlap_moe_expert_parallel_comm:
+        delays = settings.delay_wgrad_compute
+        return ((delays, "delay_wgrad_compute", True, f"only with {name}"),)
+    one_chunk = settings.virtual_pipeline_model_parallel_size == 1
+    is_full = settings.recompute_granularity is Granularity.FULL
+    has_other = settings.moe_token_dispatcher_type is not Dispatcher.ALLTOALL
+    return (
+        (parallel.ep == 1, name, True, "only with ep > 1"),
+        (parallel.pp > 1 and one_chunk, name, True, "only with vpp > 1 where pp > 1"),
+        (has_other, name, True, "only with moe_token_dispatcher_type alltoall"),
+        (is_full, name, True, "only without full recompute"),
+        # The pieces do not call MoELayer.forward, which would recompute.
+        ("moe" in settings.modules, name, True, "only without moe in recompute_modules"),
+        (plan.job.dtype is DType.FP32, name, True, "only with bf16 or fp16"),
+        (
+            settings.moe_shared_expert_overlap,
+            name,
+            True,
+            "only without moe_shared_expert_overlap",
         ),
     )
 

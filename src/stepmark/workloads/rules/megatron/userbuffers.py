@@ -22,7 +22,6 @@ from typing import Any
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.collectives import Collective
 from stepmark.model.ops import Gemm, Phase
-from stepmark.step.layout import is_cast
 from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Operation
 from stepmark.workloads.rules.megatron.settings import Plan
@@ -62,25 +61,26 @@ def ring_gather(
     tp = plan.tp
     name = f"{leaf.role}.ring"
     message = (sent["elements"] // tp, "tp", phase, leaf.role, sent.get("dtype"))
-    casts = [op for op in ops if is_cast(op)]
     moves: list[CommOp] = []
     for _ in range(tp - 1):
         moves += plan.inside(SEND, *message, peer=1, stream="tp")
         moves += plan.inside(RECV, *message, peer=-1, stream="tp", name=name, fused=True)
+    whole, divided = _with_products_apart(ops)
     products: list[ComputeOp] = []
     for index in range(tp):
         # The first product has the rank's own rows.
         received = (f"{name}~{tp - 1 - index}",) if index else ()
-        products += [_of_rows(op, tp, received) for op in ops if not is_cast(op)]
-    return (*casts, *moves, *products)
+        products += [_of_rows(op, tp, received) for op in divided]
+    return (*whole, *moves, *products)
 
 
 def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operation, ...]:
     """Return the products of parts of a layer's output, and the scatter of each."""
     name = f"{leaf.role}.scatter"
-    ops: list[Operation] = [op for op in leaf.fwd if is_cast(op)]
+    whole, divided = _with_products_apart(leaf.fwd)
+    ops: list[Operation] = [*whole]
     for _ in range(NUM_SPLITS):
-        ops += [_of_features(op) for op in leaf.fwd if not is_cast(op)]
+        ops += [_of_features(op) for op in divided]
         ops += plan.inside(
             Collective.REDUCE_SCATTER,
             elements // NUM_SPLITS,
@@ -91,6 +91,17 @@ def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operatio
             name=name,
         )
     return (*ops, awaiting(name, Phase.FWD, leaf.role))
+
+
+def _with_products_apart(
+    ops: Sequence[ComputeOp],
+) -> tuple[list[ComputeOp], list[ComputeOp]]:
+    """Return what comes before products, such as casts, and the products."""
+    whole: list[ComputeOp] = []
+    divided: list[ComputeOp] = []
+    for op in ops:
+        (divided if isinstance(op.op, Gemm) else whole).append(op)
+    return whole, divided
 
 
 def _of_rows(op: ComputeOp, parts: int, after: tuple[str, ...]) -> ComputeOp:
