@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stepmark.api.workload import workload as generate
 from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import find_model
@@ -74,6 +75,20 @@ def test_what_no_rule_made_has_none() -> None:
     file["settings"]["recompute_granularity"] = "some"
     with pytest.raises(ConfigError, match="settings"):
         memory_of(decode(json.dumps(file).encode()))
+
+
+@pytest.mark.parametrize(
+    ("rules", "settings"),
+    [("pytorch", {"lora_rank": 8}), ("deepspeed", {"offload_optimizer": "cpu"})],
+)
+def test_what_is_frozen_or_on_the_host_is_not_taken_for_all_of_a_step(
+    rules: str, settings: dict[str, object]
+) -> None:
+    """Without the setting the same job has a memory."""
+    made = generate("llama-3.1-8b", framework=rules, world_size=8, **settings).program
+    assert memory_of(made) == ()
+    assert known_job(made) is None
+    assert memory_of(generate("llama-3.1-8b", framework=rules, world_size=8).program)
 
 
 def test_the_smallest_change_that_fits() -> None:

@@ -44,7 +44,15 @@ def known_job(workload: Workload) -> Known | None:
     rule = RULES.get(workload.rules)
     if rule is None or _module(workload) not in _SETTINGS:
         return None
-    return rule.job_of(workload)
+    known = rule.job_of(workload)
+    return None if known is None or _is_unknown(_module(workload), known[1]) else known
+
+
+def _is_unknown(module: str, settings: Any) -> bool:
+    """Return whether tensors of the job are not derived: of adapters, and on the host."""
+    if module == "pytorch":
+        return settings.lora_rank is not None
+    return module == "deepspeed" and bool(settings.is_offloaded)
 
 
 def _module(workload: Workload) -> str:
