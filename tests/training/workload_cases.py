@@ -81,6 +81,8 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "fsdp gathered in fp8 with the head": made(
             SHORT, "fsdp", GATHERED, {"fp8_head": True}, dp_shard=2
         ),
+        "fsdp with loss chunks": made(SHORT, "fsdp", AMP, {"loss_chunks": 4}, dp_shard=2),
+        "ddp with loss chunks": made(WIDE, "ddp", {"loss_chunks": 2}, dp_replicate=2),
         "ddp of adapters": made(WIDE, "ddp", AMP, dp_replicate=2),
         "fsdp of adapters": made(LLAMA, "fsdp", AMP, TWICE, dp_shard=2),
         "fsdp of adapters, once": made(

@@ -104,6 +104,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE | {"world_size": 2, "tp": 2} | BLOCKS,
     ],
     "pp": [
+        DENSE | {"mbs": 2},
         DENSE | {"world_size": 2, "pp": 2, "gbs": 8, "lora_rank": 8},
         DENSE | {"world_size": 8, "tp": 2, "pp": 4, "gbs": 8},
         DENSE | {"world_size": 2, "pp": 2, "gbs": 8, "pp_schedule": "interleaved"},
@@ -252,7 +253,7 @@ OF_STEP: dict[str, tuple[Any, ...]] = {
     "pp_schedule": ("interleaved",),
     "pp_microbatches": ("8",),
 }
-UNDERIVED = ("loss_chunks",)  # whose messages PyTorch's rules refuse to derive
+UNDERIVED: tuple[str, ...] = ()  # whose messages PyTorch's rules refuse to derive
 # Flags that change how a step is computed or measured: the layout, and a value.
 OF_PLAN: dict[str, tuple[dict[str, Any], Any]] = {
     "models": ({"nproc": "1"}, ["gpt2-1.5b"]),

@@ -433,6 +433,26 @@ def test_only_adapters_are_reduced_and_updated(
         assert updated == adapters // mesh["dp_shard"]
 
 
+@pytest.mark.parametrize("rank", [None, 4])
+def test_a_loss_in_chunks_is_the_same_work_sooner(rank: int | None) -> None:
+    """Gradients of the head are taken in the forward pass; only their factor is left."""
+    whole, parts = (
+        generated(make(dp_shard=2), loss_chunks=chunks, lora_rank=rank) for chunks in (1, 4)
+    )
+    assert matmul_flops(parts) == matmul_flops(whole)
+    assert list(comms(parts)) == list(comms(whole))
+    head = [op for op in parts.expand() if isinstance(op, ComputeOp) and op.module == "head"]
+    assert len(head) == 4 * (3 if rank is None else 2)
+    assert not any(op.module == "head" for op in parts.blocks["output.bwd"])
+    sums = Counter(
+        op.op.name
+        for op in parts.expand()
+        if isinstance(op, ComputeOp) and isinstance(op.op, Kernel) and op.module == "loss"
+    )
+    assert sums["grad_copy"] == 4
+    assert sums["grad_sum"] == (4 if rank is None else 0)
+
+
 def items(made: Workload) -> int:
     return sum(map(len, made.blocks.values()))
 

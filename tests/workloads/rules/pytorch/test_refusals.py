@@ -101,6 +101,18 @@ CASES: list[tuple[Any, dict[str, int], Any, str]] = [
         "dp-shard 2 is invalid: it must be 1 without data parallelism",
     ),
     (
+        ALONE(loss_chunks=2),
+        {"tp": 2},
+        DENSE,
+        "loss_chunks 2 is invalid: it must be 1 with tp",
+    ),
+    (
+        FSDP(loss_chunks=3),
+        {"dp_shard": 2},
+        DENSE,
+        "loss_chunks 3 is invalid: it must be a divisor of 128 tokens",
+    ),
+    (
         ALONE(lora_rank=4),
         {"tp": 2},
         DENSE,
@@ -251,7 +263,6 @@ def test_weights_are_gathered_in_fp8_where_they_have_one_scale(products: Any) ->
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"loss_chunks": 4}, "loss-chunks 4"),
         (
             {"precision": Precision.MASTER, "data_parallel": DataParallel.FSDP},
             "precision master is invalid: it must be amp with fsdp",

@@ -22,12 +22,6 @@ def of_case(case: TrainCase) -> Workload:
     is_sharded = case.data_parallel is DataParallel.FSDP
     refuse_first(
         (
-            case.loss_chunks > 1,
-            "loss-chunks",
-            case.loss_chunks,
-            "1: chunks are not derived",
-        ),
-        (
             case.precision is Precision.MASTER and is_sharded,
             "precision",
             case.precision,
@@ -101,6 +95,7 @@ def settings_of(case: TrainCase) -> PyTorch:
         gradient_as_bucket_view=case.bucket_view,
         init_sync=False,
         grad_sync=case.grad_sync,
+        loss_chunks=case.loss_chunks,
         clip=case.clip > 0,
         recompute=case.recompute,
         recompute_some=case.recompute_blocks[0],

@@ -13,7 +13,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Scaling
 from stepmark.step.workload import Workload
 from stepmark.workloads.architecture import AnyJob
-from stepmark.workloads.job import Comms, Job, check_single, plain_settings
+from stepmark.workloads.job import Comms, Job, check_single, plain_settings, refuse_first
 from stepmark.workloads.rules.pytorch.ddp import Reducer
 from stepmark.workloads.rules.pytorch.fsdp import sharding_of
 from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds
@@ -39,6 +39,8 @@ def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
         job = _with_cast_weights(job)
     kind = settings.data_parallel
     technique = _technique(settings)
+    if settings.loss_chunks > 1:
+        _check_chunks(job, settings)
     if technique.lora:
         _check_adapters(job)
     if settings.async_tp:
@@ -102,6 +104,27 @@ def _technique(settings: PyTorch) -> Technique:
         pp_stages=settings.pp_stages,
         pp_split=settings.pp_split,
         lora=settings.lora,
+        loss_chunks=settings.loss_chunks,
+    )
+
+
+def _check_chunks(job: AnyJob, settings: PyTorch) -> None:
+    """Raise ConfigError for a job whose loss is not in so many chunks, as `train` has it."""
+    chunks = settings.loss_chunks
+    has_head = job.products is not None and job.products.has_head
+    is_adapted = settings.lora is not None and settings.lora.adapts("head")
+    refuse_first(
+        (not isinstance(job, Job), "loss_chunks", chunks, "1 for a model of one's own"),
+        (job.parallel.pp > 1, "loss_chunks", chunks, "1 with a pipeline"),
+        (job.parallel.tp > 1, "loss_chunks", chunks, "1 with tp"),
+        (has_head, "loss_chunks", chunks, "1 with a head in fp8"),
+        (is_adapted, "loss_chunks", chunks, "1 with an adapted head"),
+        (
+            isinstance(job, Job) and job.tokens % chunks,
+            "loss_chunks",
+            chunks,
+            f"a divisor of {job.tokens if isinstance(job, Job) else 0} tokens",
+        ),
     )
 
 

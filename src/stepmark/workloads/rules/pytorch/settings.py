@@ -98,6 +98,9 @@ class PyTorch:
     grad_sync: GradSync = setting(
         GradSync.EVERY, "reduce every micro-batch or the last one", only=_REDUCED
     )
+    loss_chunks: int = setting(
+        1, "chunks of tokens in which head and loss run, with their gradients"
+    )
     lora_rank: int | None = setting(
         None, "weights are frozen, with adapters of this rank beside linear layers"
     )
@@ -128,7 +131,7 @@ class PyTorch:
         for name in ("param_dtype", "reduce_dtype", "shard_dtype"):
             if (dtype := getattr(self, name)) is not None:
                 check_trained(name, dtype)
-        check_at_least(self, 1, "prefetch", "blocks_per_group", "pp_stages")
+        check_at_least(self, 1, "prefetch", "blocks_per_group", "pp_stages", "loss_chunks")
         check_at_least(self, 1, "recompute_some", "recompute_every")
         check_at_least(self, 0, "bucket_cap_mb", "pp_microbatches")
         if self.recompute_some > self.recompute_every:

@@ -326,6 +326,7 @@ def _chunks(
         fused=FUSED["train"] if technique.fuse_qkv else frozenset(),
         apart=technique.sharding is not None and job.parallel.ep > 1,
         lora=technique.lora,
+        loss_chunks=technique.loss_chunks,
     )
     kinds: dict[bool, Unit] = {}
     for moe in (False, True):

@@ -52,6 +52,7 @@ class Technique:
     backward: "Callable[[Chunk], Block] | None" = None
     setup: "Callable[[Chunk], Block] | None" = None
     lora: Lora | None = None
+    loss_chunks: int = 1
 
     @property
     def has_masters(self) -> bool:

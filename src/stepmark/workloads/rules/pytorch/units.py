@@ -22,6 +22,7 @@ from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import Group, Operation
 from stepmark.workloads.architecture import AnyJob, Architecture, Ops, Unit, weights_first
 from stepmark.workloads.job import DUAL, Comms, Job, mesh_groups
+from stepmark.workloads.rules.pytorch.loss_chunks import in_chunks
 
 
 def groups_of(job: AnyJob) -> dict[str, Group]:
@@ -108,6 +109,7 @@ class UnitBuilder:
     plan: TpPlan = TpPlan.TORCHTITAN
     fused: frozenset[str] = FUSED["train"]
     lora: Lora | None = None
+    loss_chunks: int = 1
 
     @property
     def _tree(self) -> TreeBuilder:
@@ -175,6 +177,9 @@ class UnitBuilder:
         after[module] = sent, ()
         leaves = _leaves(self._tree.output())
         fwd, bwd = self._joined(leaves, after)
+        if self.loss_chunks > 1:
+            size_of = job.dtype.itemsize
+            fwd, bwd = in_chunks(fwd, bwd, chunks=self.loss_chunks, itemsize=size_of)
         params = [param for leaf in leaves for param in leaf.params]
         if job.model.tied_embeddings and has_table:
             # Under tp table and head are two DTensors when FSDP wraps them, so the table is
