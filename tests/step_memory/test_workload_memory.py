@@ -1,6 +1,7 @@
 """Memory of a workload of any framework, from the workload alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,15 @@ def test_what_is_frozen_or_on_the_host_is_not_taken_for_all_of_a_step(
     assert memory_of(made) == ()
     assert known_job(made) is None
     assert memory_of(generate("llama-3.1-8b", framework=rules, world_size=8).program)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 4}, {"pp": 4}])
+def test_a_file_without_its_axes_has_no_memory(axes: dict[str, int]) -> None:
+    """Earlier versions wrote none; a job of other ranks would be another."""
+    made = generate("llama-3.1-8b", framework="pytorch", **axes).program
+    settings = {name: value for name, value in made.settings.items() if name not in axes}
+    assert memory_of(made)
+    assert memory_of(replace(made, settings=settings)) == ()
 
 
 def test_the_smallest_change_that_fits() -> None:

@@ -107,6 +107,8 @@ class Rule:
         axes: dict[str, Any] = {
             axis: given.get(name, given.get(axis, 1)) for axis, name in _AXES.items()
         }
+        if _contradicts(workload, axes):  # a file of a version that kept no axes
+            return None
         own = {name: value for name, value in given.items() if name in self.fields()}
         try:
             others = ParallelConfig(**axes, dp_shard=axes["ep"]).world_size // axes["ep"]
@@ -139,6 +141,14 @@ _AXES = {
     "ep": "expert_model_parallel_size",
     "dp_replicate": "num_distributed_optimizer_instances",
 }
+
+
+def _contradicts(workload: Workload, axes: Mapping[str, int]) -> bool:
+    """Return whether the groups or stages of a workload are not those of these axes."""
+    sizes = {name: group.size for name, group in workload.groups.items()}
+    return len(workload.stages) != axes["pp"] or any(
+        sizes.get(axis, axes[axis]) != axes[axis] for axis in ("tp", "cp", "ep")
+    )
 
 
 def idle_with(field: "dataclasses.Field[Any]", values: Mapping[str, Any]) -> str | None:
