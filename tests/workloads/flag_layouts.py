@@ -115,7 +115,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 VALUES: dict[str, tuple[Any, ...]] = {
     "lora_rank": (4,),
     "microbatch_group_size_per_vp_stage": (8,),
-    "lora_targets": ("linear_qkv",),
+    "lora_targets": ("linear_qkv", "out"),
     "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),
     "stage": (0, 1, 2),
     "expert_tensor_parallel_size": (1,),
