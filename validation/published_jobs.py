@@ -17,9 +17,11 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import ModelConfig, MoeConfig, find_model
 from stepmark.model.parallel import ParallelConfig
+from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.step.layout import model_as
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp8Format, Fp8Recipe
 from stepmark.workloads.rules.megatron.pipeline_layout import written
 from stepmark.workloads.rules.megatron.settings import Granularity
 from stepmark.workloads.rules.pytorch.schedules import Schedule
@@ -70,6 +72,18 @@ _NAMES = {
     "DeepSeek-V3-4L": "deepseek-v3",
     "DeepSeek-V2-4L": "deepseek-v2",
 }
+_RECIPES = {
+    "BF16": None,
+    "mixed": None,
+    "FP16": None,
+    "FP8": Recipe.DELAYED,
+    "FP8-CS": Recipe.TENSORWISE,
+    "FP8 tensorwise": Recipe.TENSORWISE,
+    "FP8 rowwise": Recipe.ROWWISE,
+    "FP8-MX": Recipe.MXFP8,
+    "MXFP8": Recipe.MXFP8,
+    "NVFP4": Recipe.NVFP4,
+}
 _UNKNOWN_MODELS = {
     "Nemotron-H-56B": "state-space layers",
     "Llama-4-Maverick-400B": "experts in every second layer",
@@ -100,22 +114,35 @@ def read_rows(name: str | Path) -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
-def precision_of(row: Row) -> DType:
-    """Return the type of a row's products. Raises UnstatedError for one without a rule."""
+def recipe_of(row: Row) -> Recipe | None:
+    """Return the recipe of a row's narrow products; None: they are in 16 bits.
+
+    Raises UnstatedError for a precision without a rule. FP8 is TransformerEngine's delayed
+    scaling, as in NVIDIA's recipes until 2025 and in llm-foundry; torchtitan's is torchao's
+    tensorwise one, and DeepSeek's scales blocks (arXiv:2412.19437, section 3.3).
+    """
     name = row.get("precision") or "BF16"
-    if name in ("BF16", "mixed"):
-        return DType.BF16
-    if name == "FP16":
-        return DType.FP16
-    raise UnstatedError("precision", name, "BF16 or FP16")
+    if name not in _RECIPES:
+        raise UnstatedError("precision", name, f"one of {', '.join(_RECIPES)}")
+    if name == "FP8" and row["gpu_type"].startswith("H800"):
+        return Recipe.BLOCKWISE
+    if name == "FP8" and _is_titan(row):
+        return Recipe.TENSORWISE
+    return _RECIPES[name]
 
 
-def job_of(row: Row, dtype: DType | None = None) -> PublishedJob:
-    """Return the job of a row. dtype: in place of the row's. Raises ConfigError."""
+def in_bf16(row: Row) -> dict[str, str]:
+    """Return the row with products in bf16."""
+    return {**row, "precision": "BF16"}
+
+
+def job_of(row: Row) -> PublishedJob:
+    """Return the job of a row. Raises ConfigError."""
     for name in ("gpus", "tp", "pp", "dp", "cp", "ep", "gbs"):
         if not row.get(name):
             raise UnstatedError(name, None, "stated by the source")
     framework = _framework(row)
+    recipe = recipe_of(row)
     parallel = _parallel(row)
     # Megatron-LM pads the vocabulary, which then divides by tp.
     model = _model(row)
@@ -124,9 +151,12 @@ def job_of(row: Row, dtype: DType | None = None) -> PublishedJob:
         parallel=parallel,
         mbs=_mbs(row, parallel, framework),
         gbs=int(row["gbs"]),
-        dtype=dtype or precision_of(row),
+        dtype=DType.FP16 if row["precision"] == "FP16" else DType.BF16,
+        products=by_recipe(recipe) if recipe and framework == "fsdp" else None,
     )
     settings = {"megatron": _megatron, "fsdp": _fsdp, "deepspeed": _deepspeed}[framework](row)
+    if recipe and framework == "megatron":
+        settings |= _narrow(recipe)
     return PublishedJob(
         framework=framework,
         job=job,
@@ -150,13 +180,17 @@ def _device(row: Row) -> str:
 
 def _framework(row: Row) -> str:
     """Return the rules of a row: those of PyTorch for llm-foundry and torchtitan."""
-    source = row.get("source", "")
-    is_titan = row["gpu_type"].endswith("500W") or "compile" in row.get("techniques", "")
-    if source == "llm-foundry" or "torchtitan" in source.lower() or is_titan:
+    if row.get("source", "") == "llm-foundry" or _is_titan(row):
         return "fsdp"
     if "DeepSpeed ZeRO-3" in row.get("notes", ""):
         return "deepspeed"
     return "megatron"
+
+
+def _is_titan(row: Row) -> bool:
+    is_compiled = "compile" in row.get("techniques", "")
+    is_capped = row["gpu_type"].endswith("500W")
+    return "torchtitan" in row.get("source", "").lower() or is_capped or is_compiled
 
 
 def _parallel(row: Row) -> ParallelConfig:
@@ -244,11 +278,23 @@ def _megatron(row: Row) -> dict[str, Any]:
         # NVIDIA's recipes (NeMo, Megatron-Bridge): distributed optimizer with both overlaps.
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
         settings |= dict.fromkeys(names, True)
+    if "LoRA" in row.get("techniques", ""):
+        # MLPerf's Llama 2 70B (mlcommons/training, llama2_70b_lora).
+        settings |= {"lora_rank": 16, "lora_targets": "linear_qkv,linear_proj"}
     if int(row["ep"]) > 1:
         settings["expert_tensor_parallel_size"] = 1  # as in all of NVIDIA's recipes of experts
     if row["recompute"] in ("full", "selective"):
         settings["recompute_granularity"] = Granularity(row["recompute"])
     return settings
+
+
+def _narrow(recipe: Recipe) -> dict[str, Any]:
+    """Return Megatron-LM's settings of narrow products, in NVIDIA's recipes hybrid."""
+    if recipe is Recipe.NVFP4:
+        return {"fp4_format": Fp4Format.E2M1}
+    if recipe is Recipe.MXFP8:
+        return {"fp8_format": Fp8Format.E4M3, "fp8_recipe": Fp8Recipe.MXFP8}
+    return {"fp8_format": Fp8Format.HYBRID, "fp8_recipe": Fp8Recipe(recipe.value)}
 
 
 def _nanotron_split(row: Row) -> list[int]:

@@ -29,14 +29,13 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "validation")]
 from published_jobs import (  # noqa: E402
     PublishedJob,
     Row,
-    UnstatedError,
+    in_bf16,
     job_of,
     playbook_row,
     read_rows,
 )
 
 from stepmark.cases.training import CompileScope  # noqa: E402
-from stepmark.ground.dtypes import DType  # noqa: E402
 from stepmark.ground.errors import ConfigError  # noqa: E402
 from stepmark.model.device import find_device_by_alias  # noqa: E402
 from stepmark.predictions.predict import predict  # noqa: E402
@@ -129,23 +128,20 @@ def score(row: Row) -> Scored:
         return Scored(row, None, refusal_of(row))
 
 
-def refusal_in_bf16(row: Row) -> str:
-    """Return why a row cannot be said although its products are bf16; "": it can."""
-    try:
-        inputs_are_known(job_of(row, DType.BF16))
-    except ConfigError as error:
-        return _reason(error)
-    return ""
-
-
 def refusal_of(row: Row) -> str:
-    """Return why a row cannot be said, without the minutes that predicting all takes."""
+    """Return why a row cannot be said; "": it can. A precision that is refused is named apart.
+
+    Without the minutes that predicting all takes.
+    """
+    refusal = _refusal(row)
+    if refusal and row["precision"] != "BF16" and not _refusal(in_bf16(row)):
+        return f"{IN_BF16}precision {row['precision']}: {refusal}"
+    return refusal
+
+
+def _refusal(row: Row) -> str:
     try:
         inputs_are_known(job_of(row))
-    except UnstatedError as error:
-        if error.field != "precision":
-            return _reason(error)
-        return refusal_in_bf16(row) or f"{IN_BF16}precision {error.value}"
     except ConfigError as error:
         return _reason(error)
     return ""
@@ -298,7 +294,7 @@ def memory_of(row: Row) -> tuple[int, bool] | None:
     nanotron prints those of its first rank. None: the layout cannot be said.
     """
     try:
-        job = job_of(row, DType.BF16)
+        job = job_of(in_bf16(row))
     except ConfigError:
         return None
     device = find_device_by_alias(job.device)

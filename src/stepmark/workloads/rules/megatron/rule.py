@@ -161,7 +161,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
             "micro_batch_size": plan.job.mbs,
             "global_batch_size": plan.job.global_batch,
             "seq_length": plan.model.seq_len,
-            **asdict(plan.settings),
+            **asdict(settings),
         },
         groups=plan.comms.groups,
         blocks=blocks,
