@@ -80,6 +80,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE | {"world_size": 2, "tp": 2, "param_dtype": "bf16"},
     ],
     "fsdp": [
+        DENSE | {"world_size": 8, "lora_rank": 8},
         DENSE | {"world_size": 8, "gbs": 32},
         DENSE | {"world_size": 8, "tp": 2, "dp_replicate": 2, "gbs": 32},
         DENSE | {"world_size": 8, "pp": 4, "gbs": 32},
@@ -89,17 +90,20 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE | {"world_size": 8} | BLOCKS,
     ],
     "ddp": [
+        DENSE | {"world_size": 8, "lora_rank": 8},
         DENSE | {"world_size": 8, "gbs": 32},
         DENSE | {"world_size": 8, "param_dtype": "bf16"},
         DENSE | {"world_size": 8} | BLOCKS,
         {"model": "gpt2-124m", "world_size": 8},
     ],
     "tp": [
+        DENSE | {"lora_rank": 8},
         DENSE | {"world_size": 2, "tp": 2},
         DENSE | {"world_size": 2, "tp": 2, "param_dtype": "bf16"},
         DENSE | {"world_size": 2, "tp": 2} | BLOCKS,
     ],
     "pp": [
+        DENSE | {"world_size": 2, "pp": 2, "gbs": 8, "lora_rank": 8},
         DENSE | {"world_size": 8, "tp": 2, "pp": 4, "gbs": 8},
         DENSE | {"world_size": 2, "pp": 2, "gbs": 8, "pp_schedule": "interleaved"},
         DENSE | {"world_size": 2, "pp": 2, "gbs": 8, "param_dtype": "bf16"},
@@ -115,7 +119,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 VALUES: dict[str, tuple[Any, ...]] = {
     "lora_rank": (4,),
     "microbatch_group_size_per_vp_stage": (8,),
-    "lora_targets": ("linear_qkv", "out"),
+    "lora_targets": ("linear_qkv", "gate,up"),
     "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),
     "stage": (0, 1, 2),
     "expert_tensor_parallel_size": (1,),
