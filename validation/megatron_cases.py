@@ -216,6 +216,22 @@ CASES: dict[str, Case] = {
             "account_for_loss_in_pipeline_split": True,
         },
     ),
+    "pp2-vpp2-groups": Case(
+        model=deep(LLAMA, 4),
+        mesh=PP2,
+        microbatches=8,
+        settings={**VPP2, "microbatch_group_size_per_vp_stage": 3},
+    ),
+    "pp4-vpp2-groups-batched": Case(
+        model=deep(LLAMA, 8),
+        mesh={"pp": 4},
+        microbatches=10,
+        settings={
+            **VPP2,
+            "microbatch_group_size_per_vp_stage": 6,
+            "overlap_p2p_comm": False,
+        },
+    ),
     "pp2-vpp3-layout": Case(
         model=deep(LLAMA, 5),
         mesh=PP2,

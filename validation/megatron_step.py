@@ -119,6 +119,7 @@ def _mesh(job: Job, settings: Megatron) -> dict[str, Any]:
             settings.account_for_embedding_in_pipeline_split
         ),
         "account_for_loss_in_pipeline_split": settings.account_for_loss_in_pipeline_split,
+        "microbatch_group_size_per_vp_stage": settings.microbatch_group_size_per_vp_stage,
         "pipeline_model_parallel_layout": settings.pipeline_model_parallel_layout or None,
     }
 

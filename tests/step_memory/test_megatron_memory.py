@@ -141,3 +141,16 @@ def test_modules_that_are_recomputed_keep_their_input_only() -> None:
     both = kept(**chosen, recompute_modules="mla_up_proj,moe_act")
     apart = [kept(**chosen, recompute_modules=word) for word in ("mla_up_proj", "moe_act")]
     assert everything - both == sum(everything - each for each in apart)
+
+
+def test_passes_in_turns_keep_one_more_forward_pass() -> None:
+    """overlap_moe_expert_parallel_comm: each stage is one forward pass further ahead."""
+    model = find_model("qwen3-30b-a3b")
+    parallel = ParallelConfig(pp=2, dp_shard=8, ep=8)
+    job = Job(model=replace(model, num_layers=8), parallel=parallel, gbs=64)
+    chunks = Megatron(virtual_pipeline_model_parallel_size=2)
+    ahead = replace(chunks, overlap_moe_expert_parallel_comm=True)
+    plain, turns = (stage_memories(job, each)[1] for each in (chunks, ahead))
+
+    assert turns.activations_bytes > plain.activations_bytes
+    assert turns.weights_bytes == plain.weights_bytes

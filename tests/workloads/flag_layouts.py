@@ -114,6 +114,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 # Values to try of settings whose type does not tell them.
 VALUES: dict[str, tuple[Any, ...]] = {
     "lora_rank": (4,),
+    "microbatch_group_size_per_vp_stage": (8,),
     "lora_targets": ("linear_qkv",),
     "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),
     "stage": (0, 1, 2),

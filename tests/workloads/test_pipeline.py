@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Phase
-from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
+from stepmark.step.workload import (
+    Block,
+    ComputeOp,
+    Item,
+    Kernel,
+    Run,
+    Stage,
+    Workload,
+    parse_after,
+)
 from stepmark.workloads.pipeline import (
     Act,
     Action,
@@ -112,8 +121,10 @@ class Simulation:
             moved = True
         return moved
 
-    def newest(self, process: Process, name: str) -> Transfer:
-        return next(one for one in reversed(process.posted) if one.action.act == name)
+    def newest(self, process: Process, text: str) -> Transfer:
+        name, back = parse_after(text)
+        found = [one for one in reversed(process.posted) if one.action.act == name]
+        return found[back]
 
     def post(self, stage: int, action: Action) -> bool:
         """Overlapped transfers go on; a batched call ends when its last one is done."""
@@ -247,6 +258,51 @@ def test_bubble_and_activations_in_flight(pipeline: Pipeline) -> None:
             assert process.most_live <= size - stage
 
 
+@st.composite
+def grouped(draw: st.DrawFn) -> Pipeline:
+    """Groups that are larger than the pipeline, a smaller last one, passes in turns or not."""
+    size = draw(st.integers(2, 5))
+    group = size + draw(st.integers(1, 4))
+    rest = draw(st.sampled_from((0, *range(size, group))))
+    return Pipeline(
+        num_stages=size,
+        num_microbatches=group * draw(st.integers(1, 6)) + rest,
+        num_chunks=draw(st.integers(2, 3)),
+        overlap=draw(st.booleans()) or size == 2,
+        combines=draw(st.booleans()),
+        group_size=group,
+    )
+
+
+@given(grouped(), st.data())
+def test_larger_groups_run_every_pass_once(pipeline: Pipeline, data: st.DataObject) -> None:
+    simulation = Simulation(pipeline)
+    simulation.run()
+    expected = {
+        (act, chunk, microbatch)
+        for act in (Act.FORWARD, Act.BACKWARD)
+        for chunk in range(pipeline.num_chunks)
+        for microbatch in range(pipeline.num_microbatches)
+    }
+    for stage, process in enumerate(simulation.processes):
+        passes = Counter((a.act, a.chunk, a.microbatch) for a in process.actions)
+        assert all(passes[each] == 1 for each in expected)
+        most = pipeline.num_warmup(stage) + 1
+        assert process.most_live == min(most, pipeline.num_microbatches * pipeline.num_chunks)
+    stage = data.draw(st.integers(0, pipeline.num_stages - 1))
+    spans = schedule(pipeline, stage, gathers=True, reduces=True)
+    edges = [each for each in flat(spans) if each.edge]
+    assert len(edges) == 2 * pipeline.num_chunks
+
+
+def test_order_of_a_larger_group() -> None:
+    """PP 2, VP 2, groups of 3 and 5 micro-batches: the table that schedules.py has in words."""
+    pipeline = Pipeline(num_stages=2, num_microbatches=5, num_chunks=2, group_size=3)
+    passes = [one for one in flat(schedule(pipeline, 0)) if one.act is Act.FORWARD]
+    assert [one.microbatch for one in passes] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+    assert [one.chunk for one in passes] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+
+
 def combining() -> st.SearchStrategy[Pipeline]:
     return (
         pipelines()
@@ -347,6 +403,14 @@ def test_orders_of_schedules_py() -> None:
     [
         ({"num_stages": 4, "num_microbatches": 6, "num_chunks": 2}, "4 or 8"),
         ({"num_stages": 1, "num_microbatches": 6, "num_chunks": 2}, "vpp"),
+        (
+            {"num_stages": 4, "num_microbatches": 8, "num_chunks": 2, "group_size": 3},
+            "microbatch_group_size_per_vp_stage 3 .* from pp \\(4\\) to .* \\(8\\)",
+        ),
+        (
+            {"num_stages": 4, "num_microbatches": 8, "num_chunks": 2, "group_size": 6},
+            "micro-batches 8 .* a multiple of .* \\(6\\), or pp \\(4\\) or more above one",
+        ),
         ({"num_stages": 2, "num_microbatches": 6, "num_chunks": 2, "overlap": False}, "pp"),
     ],
 )

@@ -40,7 +40,6 @@ from stepmark.workloads.rules.megatron.chunk import (
     plan_of,
     selected,
 )
-from stepmark.workloads.rules.megatron.rule import pipeline_of
 from stepmark.workloads.rules.megatron.settings import Granularity, Megatron, Plan, make_plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
 
@@ -69,10 +68,10 @@ def stage_memories(
     """Return the memory of a rank of each pipeline stage. Raises ConfigError."""
     plan = make_plan(job, settings)
     chunks_by_stage, _ = partition(plan)
-    pipeline = pipeline_of(plan)
     layers = _Layers(plan, extras or Extras())
     return [
-        _stage(layers, pipeline, stage, chunks) for stage, chunks in enumerate(chunks_by_stage)
+        _stage(layers, plan.pipeline, stage, chunks)
+        for stage, chunks in enumerate(chunks_by_stage)
     ]
 
 
@@ -133,7 +132,7 @@ def _passes(pipeline: Pipeline, stage: int) -> Iterator[tuple[int, bool]]:
                 yield action.chunk, True
             if action.act is Act.BACKWARD:
                 yield action.chunk, False
-            elif action.act is Act.COMBINED:
+            if action.act is Act.COMBINED:
                 yield action.backward_chunk, False
 
 

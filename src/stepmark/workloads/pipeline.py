@@ -6,9 +6,8 @@ Spans, so a step costs the same memory whatever the number of micro-batches.
 1F1B and interleaved 1F1B are as Megatron-LM runs them (megatron-core 0.16.1,
 megatron/core/pipeline_parallel/schedules.py: forward_backward_pipelining_without_interleaving,
 forward_backward_pipelining_with_interleaving, get_pp_rank_microbatches, get_schedule_table;
-p2p_communication.py: _batched_p2p_ops, _p2p_ops). The micro-batch group of a virtual stage is
-as large as the pipeline, Megatron's default. The wait for an overlapped send after the next
-one was issued is left out: the send is long done by then.
+p2p_communication.py: _batched_p2p_ops, _p2p_ops). The wait for an overlapped send after the
+next one was issued is left out: the send is long done by then.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -94,7 +93,8 @@ class Pipeline:
     overlap: transfers of interleaved stages overlap with computation (Megatron's
     overlap_p2p_comm); else one batched call waits for all. combines: passes of the steady state
     run in turns, for which each stage is one forward pass further ahead (Megatron's
-    overlap_moe_expert_parallel_comm). Raises ConfigError.
+    overlap_moe_expert_parallel_comm). group_size: micro-batches that a chunk runs in a row;
+    None: as many as stages. Raises ConfigError.
     """
 
     num_stages: int = 1
@@ -102,6 +102,7 @@ class Pipeline:
     num_chunks: int = 1
     overlap: bool = True
     combines: bool = False
+    group_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_chunks == 1:
@@ -109,6 +110,8 @@ class Pipeline:
         pp = self.num_stages
         count = self.num_microbatches
         near = near_multiples(count, pp)
+        group = self.group_size or 0
+        name = "microbatch_group_size_per_vp_stage"
         refuse_first(
             (pp == 1, "vpp", self.num_chunks, "1 where there is one pipeline stage"),
             (
@@ -118,18 +121,35 @@ class Pipeline:
                 "more than 2 for vpp without overlap_p2p_comm",
             ),
             (
-                count % pp,
+                group and not pp <= group <= count,
+                name,
+                group,
+                f"from pp ({pp}) to the number of micro-batches ({count})",
+            ),
+            (
+                group and 0 < count % group < pp,
+                "micro-batches",
+                count,
+                f"a multiple of {name} ({group}), or pp ({pp}) or more above one",
+            ),
+            (
+                not group and count % pp,
                 "micro-batches",
                 count,
                 f"a multiple of pp ({pp}) where vpp > 1, e.g. {near}",
             ),
         )
 
+    @property
+    def group(self) -> int:
+        """Micro-batches that a chunk of an interleaved stage runs in a row."""
+        return self.group_size or self.num_stages
+
     def num_warmup(self, stage: int) -> int:
         """Forward passes of a stage before its first backward."""
         warmup = self.num_stages - stage - 1
         if self.num_chunks > 1:
-            warmup = 2 * warmup + (self.num_chunks - 1) * self.num_stages
+            warmup = 2 * warmup + (self.num_chunks - 1) * self.group
         warmup += self.combines
         return min(warmup, self.num_microbatches * self.num_chunks)
 
@@ -321,33 +341,55 @@ class _Interleaved:
         return self.stage == self.pipeline.num_stages - 1
 
     def spans(self) -> tuple[Span, ...]:
-        size = self.pipeline.num_stages
-        period = size * self.pipeline.num_chunks
+        period = self.period
         warmup = self.pipeline.num_warmup(self.stage)
         remaining = self.total - warmup
-        # Before that the leading stage receives nothing, and chunks run their first passes.
-        regular = min(remaining, max(1, size - 1))
-        periods = max(0, remaining - 1 - regular) // period
-        rest = regular + periods * period
+        regular, rest = self.bounds
+        periods = (rest - regular) // period
         spans = [Span(ticks=(tick,)) for tick in self.opening()]
         spans += [Span(ticks=(self.warm(number),)) for number in range(warmup)]
         spans += [Span(ticks=(self.steady(number),)) for number in range(regular)]
         if periods:
             ticks = tuple(self.steady(regular + number) for number in range(period))
-            spans.append(Span(ticks=ticks, times=periods, step=size))
+            spans.append(Span(ticks=ticks, times=periods, step=self.pipeline.group))
         spans += [Span(ticks=(self.steady(number),)) for number in range(rest, remaining)]
         spans += [Span(ticks=(self.cool(n),)) for n in range(remaining, self.total)]
         if self.reduces and not self.is_first:  # aligned with the last passes of earlier stages
             spans.append(Span(ticks=((Action(act=Act.REDUCE, chunk=0),),)))
         return tuple(span for span in spans if any(span.ticks))
 
+    @property
+    def period(self) -> int:
+        """Numbers of a group of micro-batches."""
+        return self.pipeline.group * self.pipeline.num_chunks
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Numbers of the steady state before its periods, and with them.
+
+        Before them the leading stage receives nothing, or not yet as regularly as then, and
+        chunks run their first passes. A smaller last group is behind them.
+        """
+        pipeline = self.pipeline
+        remaining = self.total - pipeline.num_warmup(self.stage)
+        is_default = pipeline.group == pipeline.num_stages
+        first = max(1, pipeline.num_stages - 1) if is_default else self.period
+        regular = min(remaining, first)
+        end = remaining
+        if pipeline.num_microbatches % pipeline.group:
+            end -= pipeline.num_microbatches % pipeline.group * pipeline.num_chunks
+        periods = max(0, end - 1 - regular) // self.period
+        return regular, regular + periods * self.period
+
     def place(self, number: int, *, forward: bool) -> tuple[int, int]:
-        """Return (chunk, micro-batch) of a number."""
-        size = self.pipeline.num_stages
-        chunks = self.pipeline.num_chunks
-        group, inside = divmod(number, size * chunks)
+        """Return (chunk, micro-batch) of a number. The last group may be smaller."""
+        pipeline = self.pipeline
+        chunks = pipeline.num_chunks
+        group, inside = divmod(number, self.period)
+        first = group * pipeline.group
+        size = min(pipeline.group, pipeline.num_microbatches - first)
         chunk, index = divmod(inside, size)
-        return (chunk if forward else chunks - 1 - chunk), group * size + index
+        return (chunk if forward else chunks - 1 - chunk), first + index
 
     def arriving(self, number: int, *, forward: bool) -> tuple[int, int] | None:
         """Return the place of the input of the next number, received during this number.
@@ -430,8 +472,7 @@ class _Interleaved:
                     recv_backward=gradient,
                 ),
             )
-        begins = self.is_first and self.place(forward_number, forward=True)[0] == 0
-        waits: Tick = () if begins or number == 0 else (_wait(Act.RECV_FORWARD),)
+        waits = self.input_wait(number)
         if self.pipeline.combines:
             return (
                 *waits,
@@ -460,7 +501,7 @@ class _Interleaved:
         if number == 0 and not self.is_last:  # all forwards were warm-up
             waits = self.awaited(recv_backward=self.place(0, forward=False))
         elif number == remaining and self.pipeline.overlap:
-            waits = self.gradient_wait(number)
+            waits = self.last_gradient_wait(number)
         return (
             *waits,
             self.backward(number),
@@ -470,10 +511,52 @@ class _Interleaved:
             ),
         )
 
+    def input_wait(self, number: int) -> Tick:
+        """Return the wait before a forward pass of the steady state."""
+        forward_number = number + self.pipeline.num_warmup(self.stage)
+        begins = self.is_first and self.place(forward_number, forward=True)[0] == 0
+        if self.pipeline.group == self.pipeline.num_stages:
+            return () if begins or number == 0 else (_wait(Act.RECV_FORWARD),)
+        pending = self.pending(number, forward=True)
+        return () if begins or not pending else (_wait(Act.RECV_FORWARD, pending - 1),)
+
     def gradient_wait(self, number: int) -> Tick:
+        """Return the wait before a backward pass of the steady state."""
         chunk, _ = self.place(number, forward=False)
         is_end = self.is_last and chunk == self.pipeline.num_chunks - 1
-        return () if is_end else (_wait(Act.RECV_BACKWARD),)
+        if self.pipeline.group == self.pipeline.num_stages:
+            return () if is_end else (_wait(Act.RECV_BACKWARD),)
+        pending = self.pending(number, forward=False)
+        return () if is_end or not pending else (_wait(Act.RECV_BACKWARD, pending - 1),)
+
+    def last_gradient_wait(self, number: int) -> Tick:
+        """Return the wait for all gradients that the steady state receives."""
+        if self.pipeline.group == self.pipeline.num_stages:
+            return self.gradient_wait(number)
+        return (_wait(Act.RECV_BACKWARD),) if self.pending(number, forward=False) else ()
+
+    def pending(self, number: int, *, forward: bool) -> int:
+        """Return the receipts of one direction in flight before a number of the steady state.
+
+        A larger group lets the leading stage receive what it needs much later. Each pass waits
+        for the oldest receipt in flight (recv_prev_wait_handles.pop(0)), those of the model's
+        ends for none. Receipts of the warm-up are awaited at once.
+        """
+        warmup = self.pipeline.num_warmup(self.stage)
+        regular, rest = self.bounds
+        ends = (self.is_first, 0) if forward else (self.is_last, self.pipeline.num_chunks - 1)
+        # The last forward pass of the warm-up begins to receive the first gradient.
+        count = 0 if forward or self.is_last else 1
+        before_rest = range(regular) if number >= rest else range(number)
+        for earlier in (*before_rest, *range(rest, number)):
+            index = earlier + warmup if forward else earlier
+            chunk, _ = self.place(index, forward=forward)
+            if count and not (ends[0] and chunk == ends[1]):
+                count -= 1
+            goes_on = not forward or index < self.total - 1
+            if goes_on and self.arriving(index, forward=forward) is not None:
+                count += 1
+        return count
 
     def forward(self, number: int) -> Action:
         chunk, microbatch = self.place(number, forward=True)
@@ -505,5 +588,6 @@ class _Interleaved:
         return (Action(act=Act.REDUCE, chunk=chunk),)
 
 
-def _wait(act: Act) -> Action:
-    return Action(act=Act.WAIT, after=(str(act),))
+def _wait(act: Act, back: int = 0) -> Action:
+    """Return the wait for a transfer. back: how many of its kind were issued after it."""
+    return Action(act=Act.WAIT, after=(f"{act}~{back}" if back else str(act),))

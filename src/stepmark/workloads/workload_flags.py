@@ -17,6 +17,9 @@ from stepmark.workloads.workload_options import GenerateOptions
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "sequence_parallel": ("--sp", "--enable-sequence-parallel", "--sp-enable"),
     "virtual_pipeline_model_parallel_size": ("--vpp",),
+    "microbatch_group_size_per_vp_stage": (
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+    ),
     "recompute": ("--ac",),
     "stage": ("--zero-stage",),
     "stage3_prefetch_bucket_size": ("--prefetch-bucket-size",),

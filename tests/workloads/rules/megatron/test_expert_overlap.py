@@ -10,10 +10,11 @@ from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Phase
 from stepmark.predictions.simulation import simulate
 from stepmark.step.workload import Workload
+from stepmark.workloads.rules.megatron.narrow import Fp8Format
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
 from stepmark.workloads.rules.megatron.settings import Dispatcher, Granularity
 
-from .jobs import EXPERTS, LATENT, bus_bytes, computes, ideal_costs, make, matmul_flops
+from .jobs import EXPERTS, LATENT, bus_bytes, comms, computes, ideal_costs, make, matmul_flops
 
 SP: dict[str, Any] = {"sequence_parallel": True}
 SHARED: dict[str, Any] = {**SP, "moe_shared_expert_overlap": True}
@@ -56,29 +57,43 @@ SELECTIVE: dict[str, Any] = {
 }
 
 
+NARROW: dict[str, Any] = {"fp8_format": Fp8Format.HYBRID}  # with delayed scaling
+
+
 def in_turns(model: ModelConfig, *, pp: int, **more: Any) -> tuple[Workload, Workload]:
     """A job whose passes run in turns, and the same one after the other."""
     job = make(model, tp=2, dp_shard=4, ep=4, pp=pp, microbatches=4)
     chunks = VPP2 if pp > 1 else SP
     if model.mla is None and "recompute_modules" in more:
         more["recompute_modules"] = more["recompute_modules"].replace("mla_up_proj,", "")
-    selective = {name: more.pop(name) for name in SELECTIVE if name in more}
-    plain = workload(job, Megatron(**{**chunks, **selective}))
-    program = workload(job, Megatron(**{**chunks, **TURNS, **selective, **more}))
+    same = {name: more.pop(name) for name in {**SELECTIVE, **NARROW} if name in more}
+    plain = workload(job, Megatron(**{**chunks, **same}))
+    program = workload(job, Megatron(**{**chunks, **TURNS, **same, **more}))
     program.check()
     return program, plain
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("model", [EXPERTS, LATENT])
-@pytest.mark.parametrize("more", [{}, DELAYED, SELECTIVE, {**DELAYED, **SELECTIVE}])
+@pytest.mark.parametrize(
+    "more", [{}, DELAYED, SELECTIVE, {**DELAYED, **SELECTIVE}, {**NARROW, **DELAYED}]
+)
 def test_passes_in_turns_do_the_same_work(
     model: ModelConfig, pp: int, more: dict[str, Any]
 ) -> None:
     program, plain = in_turns(model, pp=pp, **more)
     assert matmul_flops(program) == matmul_flops(plain)
     assert bus_bytes(program, "ep", "tp", "pp") == bus_bytes(plain, "ep", "tp", "pp")
+    assert communications(program) == communications(plain)
     assert computed(program) == computed(plain)
+
+
+def communications(program: Workload) -> Counter[tuple[str, str, int]]:
+    return Counter(
+        (op.module, op.collective, op.count)
+        for stage in range(len(program.stages))
+        for op in comms(program, stage)
+    )
 
 
 def computed(program: Workload) -> Counter[tuple[str, Phase, int | None, int | None, bool]]:

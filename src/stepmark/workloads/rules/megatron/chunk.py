@@ -307,17 +307,12 @@ def combined_runs(
     a pass, or after them, runs before or after all pairs.
     """
     plan = library.plan
-    before: list[Segment] = []
-    after: list[Segment] = []
-    for segment in forward_segments(library, forward):
-        if segment.places == (HEAD,):
-            after.append(segment)
-        elif not segment.places or segment.places == (EMBEDDING,):
-            before.append(segment)
-    items = [*_at_microbatch(library.runs(before), microbatches[0])]
-    if backward.has_head:
-        head_pass = library.runs([Segment(block="head.backward")])
-        items += _at_microbatch(head_pass, microbatches[1])
+    before, after = _around_layers(forward_segments(library, forward))
+    first, last = _around_layers(backward_segments(library, backward))
+    items = [
+        *_at_microbatch(library.runs(before), microbatches[0]),
+        *_at_microbatch(library.runs(first), microbatches[1]),
+    ]
     layers = {True: [*forward.layers], False: [*reversed(backward.layers)]}
     for name, is_forward, place in order(forward.num_layers, backward.num_layers):
         if place < len(layers[is_forward]):
@@ -326,10 +321,23 @@ def combined_runs(
             runs = library.runs([Segment(block=block, layer=layer)])
             items += _at_microbatch(runs, microbatches[0 if is_forward else 1])
     items += _at_microbatch(library.runs(after), microbatches[0])
-    if backward.has_embedding:
-        embedding_pass = library.runs([Segment(block="embedding.backward")])
-        items += _at_microbatch(embedding_pass, microbatches[1])
+    items += _at_microbatch(library.runs(last), microbatches[1])
     return tuple(items)
+
+
+def _around_layers(segments: Sequence[Segment]) -> tuple[list[Segment], list[Segment]]:
+    """Return a pass's segments before its layers and after them.
+
+    A chunk without layers has none after them but the head or the embedding backward.
+    """
+    layers = [
+        index
+        for index, segment in enumerate(segments)
+        if any(place >= 0 for place in segment.places)
+    ]
+    if not layers:
+        return [*segments], []
+    return [*segments[: layers[0]]], [*segments[layers[-1] + 1 :]]
 
 
 def _at_microbatch(block: Block, microbatch: int) -> Iterator[Run]:

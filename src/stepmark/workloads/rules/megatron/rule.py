@@ -132,23 +132,13 @@ _SOURCE = (
 )
 
 
-def pipeline_of(plan: Plan) -> Pipeline:
-    settings = plan.settings
-    return Pipeline(
-        num_stages=plan.job.parallel.pp,
-        num_microbatches=plan.job.num_microbatches,
-        num_chunks=settings.virtual_pipeline_model_parallel_size,
-        overlap=settings.overlap_p2p_comm,
-        combines=settings.overlap_moe_expert_parallel_comm,
-    )
-
-
 def workload(job: Job, settings: Megatron) -> Workload:
     """Return one training step. Raises ConfigError for jobs that Megatron-LM refuses."""
     plan = make_plan(job, settings)
+    settings = plan.settings
     parallel = plan.job.parallel
     chunks_by_stage, notes = partition(plan)
-    pipeline = pipeline_of(plan)
+    pipeline = plan.pipeline
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
     stages = [
@@ -171,7 +161,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
             "micro_batch_size": plan.job.mbs,
             "global_batch_size": plan.job.global_batch,
             "seq_length": plan.model.seq_len,
-            **asdict(plan.settings),
+            **asdict(settings),
         },
         groups=plan.comms.groups,
         blocks=blocks,

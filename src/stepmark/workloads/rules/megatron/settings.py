@@ -26,6 +26,7 @@ from stepmark.workloads.job import (
     refuse_first,
     setting,
 )
+from stepmark.workloads.pipeline import Pipeline
 from stepmark.workloads.rules.megatron import narrow
 from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp4Recipe, Fp8Format, Fp8Recipe
 from stepmark.workloads.rules.megatron.pipeline_layout import num_chunks
@@ -123,6 +124,9 @@ class Megatron:
     virtual_pipeline_model_parallel_size: int = setting(
         1, "model chunks per pipeline stage", common=True
     )
+    microbatch_group_size_per_vp_stage: int | None = setting(
+        None, "with vpp: micro-batches that a chunk runs in a row [pp]"
+    )
     overlap_p2p_comm: bool = setting(True, "interleaved stages overlap transfers with compute")
     decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first stage")
     decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last stage")
@@ -194,6 +198,7 @@ class Megatron:
 
     def __post_init__(self) -> None:
         sizes = ("expert_tensor_parallel_size", "recompute_num_layers", "ddp_bucket_size")
+        check_at_least(self, 1, "microbatch_group_size_per_vp_stage")
         splits = ("virtual_pipeline_model_parallel_size", *_UNEVEN)
         check_at_least(self, 1, *sizes, *splits, "make_vocab_size_divisible_by")
         factor = self.moe_expert_capacity_factor
@@ -328,6 +333,19 @@ class Plan:
             return None
         names = (LORA_TARGETS[word] for word in settings.adapted_layers)
         return Lora(rank=settings.lora_rank, targets=frozenset(itertools.chain(*names)))
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Stages, micro-batches, and how the schedule runs them."""
+        settings = self.settings
+        return Pipeline(
+            num_stages=self.job.parallel.pp,
+            num_microbatches=self.job.num_microbatches,
+            num_chunks=settings.virtual_pipeline_model_parallel_size,
+            overlap=settings.overlap_p2p_comm,
+            group_size=settings.microbatch_group_size_per_vp_stage,
+            combines=settings.overlap_moe_expert_parallel_comm,
+        )
 
     @property
     def inside(self) -> "partial[tuple[CommOp, ...]]":
