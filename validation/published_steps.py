@@ -43,14 +43,14 @@ from stepmark.predictions.predict_inputs import inputs_of  # noqa: E402
 from stepmark.predictions.predict_options import PredictOptions  # noqa: E402
 from stepmark.predictions.prediction import Prediction  # noqa: E402
 from stepmark.step_memory import memory, pytorch_memory  # noqa: E402
-from stepmark.step_memory.megatron_memory import Extras, stage_memories  # noqa: E402
+from stepmark.step_memory.megatron_memory import OtherTensors, stage_memories  # noqa: E402
 from stepmark.step_memory.workload_memory import OUTSIDE_BYTES  # noqa: E402
 from stepmark.workloads.rules import RULES  # noqa: E402
 
 # Beyond Megatron-LM (huggingface/nanotron 2411b022): models/llama.py keeps SiLU's result;
 # parallel/tensor_parallel/functional.py subtracts the maximum of logits out of place;
 # optim/gradient_accumulator.py adds gradients in 16 bits after a whole backward pass.
-NANOTRON = Extras(unfused=True, logit_bytes=4, grad_bytes=2)
+NANOTRON = OtherTensors(unfused=True, logit_bytes=4, grad_bytes=2)
 NAMES = {
     "steps": "published-steps.csv",
     "layouts": "published-layouts.csv",

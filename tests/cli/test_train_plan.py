@@ -663,7 +663,8 @@ REFUSED = [
     (
         LLAMA,
         "--compile --compile-scope layer",
-        "compile-scope layer is invalid: it must be one of block, layers, loss, model",
+        "compile-scope layer is invalid: did you mean layers? It must be one of block, layers, "
+        "loss, model",
     ),
     (LLAMA, "--compile-fallback", "compile-fallback is invalid: it works only with --compile"),
     (

@@ -136,7 +136,7 @@ def test_a_config_of_hugging_face_still_is_a_model(
 def test_megatron_takes_decoders_only(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "--model", f"{own}:build", "--world-size", "8")
     assert "a decoder for megatron" in said
-    assert "deepspeed, fsdp, ddp" in said
+    assert "deepspeed, pytorch, fsdp, ddp" in said
     assert "a decoder for megatron" in refusal(capsys, "--model", "gpt-j-6b")
 
 

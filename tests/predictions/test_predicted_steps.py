@@ -145,7 +145,6 @@ REFUSED = {
     "nosuch.json --device h200": "model nosuch.json is invalid: it must be a file that exists",
     f"{SHEET} --text": "does not change a prediction",
     f"{SHEET} --force": "only with --calibration",
-    f"{SHEET} --fp8": "add --no-fp8-all-gather",
     # Files.
     "w.json": "give the name of a device",
     "w.json --device cpu": "must be one of h100",

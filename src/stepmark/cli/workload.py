@@ -35,7 +35,10 @@ def _generate(args: list[str]) -> Command:
         framework = flags.find_rule(framework_of(args) or "megatron")
     except ConfigError as error:
         raise ConfigError("--framework", error.value, error.allowed) from None
-    frameworks = "; ".join(f"{name} ({rule.help})" for name, rule in flags.RULES.items())
+    own = {name: rule.help for name, rule in flags.RULES.items() if not rule.alias}
+    aliases = ", ".join(name for name, rule in flags.RULES.items() if rule.alias)
+    own["pytorch"] += f"; {aliases}: parts of it"
+    frameworks = "; ".join(f"{name} ({text})" for name, text in own.items())
     doc = (
         "Generate what one training step computes and communicates. Flags may be written with "
         f"- or with _. Frameworks: {frameworks}. --framework NAME --help shows a framework's "

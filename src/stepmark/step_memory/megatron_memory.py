@@ -50,7 +50,7 @@ _UP_PROJECTIONS = ("attention.q_up", "attention.kv_up")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extras:
+class OtherTensors:
     """Tensors of a framework that divides a model as Megatron-LM does, beyond Megatron-LM's.
 
     unfused: activations keep what fused ones compute again. logit_bytes: of a logit while the
@@ -63,12 +63,12 @@ class Extras:
 
 
 def stage_memories(
-    job: Job, settings: Megatron, extras: Extras | None = None
+    job: Job, settings: Megatron, others: OtherTensors | None = None
 ) -> list[RankMemory]:
     """Return the memory of a rank of each pipeline stage. Raises ConfigError."""
     plan = make_plan(job, settings)
     chunks_by_stage, _ = partition(plan)
-    layers = _Layers(plan, extras or Extras())
+    layers = _Layers(plan, others or OtherTensors())
     return [
         _stage(layers, plan.pipeline, stage, chunks)
         for stage, chunks in enumerate(chunks_by_stage)
@@ -82,7 +82,7 @@ def _stage(
     held = _held(plan, layers, chunks)
     gathered = layers.gathered + (0 if plan.job.parallel.pp == 1 else 2 * layers.rows)
     held["gradients_bytes"] += (
-        layers.extras.grad_bytes * held["weights_bytes"] // plan.job.dtype.itemsize
+        layers.others.grad_bytes * held["weights_bytes"] // plan.job.dtype.itemsize
     )
     passes = list(_passes(pipeline, stage))
     peak = fullest(passes, [layers.chunk(chunk) for chunk in chunks])
@@ -141,7 +141,7 @@ class _Layers:
     """Bytes that layers and ends of the model keep."""
 
     plan: Plan
-    extras: Extras
+    others: OtherTensors
 
     @cached_property
     def params(self) -> dict[str, tuple[gradients.Param, ...]]:
@@ -156,7 +156,7 @@ class _Layers:
     @cached_property
     def layers(self) -> dict[str, "_Layer"]:
         """What a layer keeps by kind."""
-        unfused = self.extras.unfused
+        unfused = self.others.unfused
         return {
             kind: _layer(plan_of(self.plan, kind), moe=has_experts(kind), unfused=unfused)
             for kind in self.params
@@ -214,7 +214,7 @@ class _Layers:
         if chunk.has_head:
             kept += 2 * self.rows  # inputs of the last norm and of the head
             logits = plan.tokens * plan.model.vocab_size // plan.tp
-            head = logits * (size + (_FP32 if size < _FP32 else 0) + self.extras.logit_bytes)
+            head = logits * (size + (_FP32 if size < _FP32 else 0) + self.others.logit_bytes)
         working = max((kind.working for kind in kinds), default=2 * self.rows)
         return ChunkMemory(kept=kept, working=working + again, head=head)
 

@@ -39,13 +39,13 @@ CLOSE: Verdict = "close"
 NO_FIT: Verdict = "does not fit"
 
 
-@lru_cache(maxsize=64)  # options that fit are looked for among few cases
 def estimate(case: TrainCase) -> RankMemory:
     """Return the memory of the fullest rank."""
     return max(stage_estimates(case), key=lambda memory: memory.allocated_bytes)
 
 
-def stage_estimates(case: TrainCase) -> list[RankMemory]:
+@lru_cache(maxsize=64)  # options that fit are looked for among few cases
+def stage_estimates(case: TrainCase) -> tuple[RankMemory, ...]:
     """Return that of a rank of the first stage, the last, and the one with most layers."""
     estimates = []
     pp = case.parallel.pp
@@ -64,7 +64,7 @@ def stage_estimates(case: TrainCase) -> list[RankMemory]:
             held_bytes=heap.allocated,
         )
         estimates.append(memory)
-    return estimates
+    return tuple(estimates)
 
 
 def calibrated(

@@ -1,5 +1,7 @@
 """Memory of ranks that run PyTorch's rules: that of the same case of `stepmark train`."""
 
+from collections.abc import Sequence
+
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, Fp8, Precision
 from stepmark.ground.dtypes import DType
@@ -10,7 +12,7 @@ from stepmark.workloads.job import Job
 from stepmark.workloads.rules.pytorch.settings import PyTorch
 
 
-def stage_memories(job: Job, settings: PyTorch) -> list[RankMemory]:
+def stage_memories(job: Job, settings: PyTorch) -> Sequence[RankMemory]:
     """Return that of a rank of the first stage, the last, and the one with most layers."""
     return memory.stage_estimates(case_of(job, settings))
 

@@ -2,7 +2,7 @@
 
 import importlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
@@ -63,7 +63,7 @@ def _module(workload: Workload) -> str:
 def of_job(module: str, job: Job, settings: Any) -> Memories:
     """Return the memory of a rank of each stage of a job. Raises ConfigError."""
     rules = importlib.import_module(f"stepmark.step_memory.{module}_memory")
-    memories: list[RankMemory] = rules.stage_memories(job, settings)
+    memories: Sequence[RankMemory] = rules.stage_memories(job, settings)
     return tuple(sorted(memories, key=lambda each: -each.allocated_bytes))
 
 

@@ -112,7 +112,8 @@ def transfers(
     seen: Counter[tuple[Phase, int | None]] = Counter()
     found: list[tuple[int, Phase, int | None, int]] = []
     for one in comms(program, stage):
-        if one.collective == side and one.peer == ahead:
+        # Pieces of tensor parallelism are sent over another group.
+        if one.collective == side and one.group == "pp" and one.peer == ahead:
             seen[one.phase, one.microbatch] += 1
             turn = seen[one.phase, one.microbatch]
             found.append((one.count, one.phase, one.microbatch, turn))
