@@ -101,8 +101,10 @@ def test_prediction_of_a_workload(tmp_path: Path) -> None:
     own = sm.workload(MODEL, **GENERATE)
     own.write(tmp_path / "w.json")
     expected = document("predict w.json --device h200", tmp_path)
-    assert as_json(sm.predict(own, device="h200").document) == expected
-    assert sm.predict(own, device="h200").memory is None
+    prediction = sm.predict(own, device="h200")
+    assert as_json(prediction.document) == expected
+    assert prediction.memory is not None
+    assert prediction.memory.allocated_bytes == expected["memory"]["allocated_bytes"]
 
 
 def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

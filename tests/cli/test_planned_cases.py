@@ -49,10 +49,10 @@ def test_a_step_says_what_it_sends(tmp_path: Path) -> None:
 
 
 def test_what_is_not_derived_is_unknown(tmp_path: Path) -> None:
-    command = "train gpt2-125m --device cpu --scale tiny --loss-chunks 2 --nproc 1"
+    command = "train llama-3.1-8b --device h100 --loss-chunks 2 --nproc 1 --fp8 --fp8-head"
     (row,) = planned(command, tmp_path / "plan.json")
     assert row["message_bytes"] is None
-    assert "loss-chunks" in row["messages_unknown"]
+    assert "1 with a head in fp8" in row["messages_unknown"]
 
 
 def test_flops_and_messages_are_of_one_optimizer_step(tmp_path: Path) -> None:

@@ -437,3 +437,11 @@ def test_hosts_of_curves_are_those_of_the_job() -> None:
     assert with_hosts_of([four], 4, None) is None
     given = NetworkChoice(gpus_per_host=8)
     assert with_hosts_of([four], 16, given) is given
+
+
+def test_one_rank_sends_nothing() -> None:
+    network = network_of(load_devices()["h100-sxm"], 16, NetworkChoice())
+    assert network is not None
+    alone = network.placement([5])
+    assert network.time_s("all_reduce", 2**20, alone) == 0.0
+    assert network.fixed_s("all_gather", alone) == 0.0

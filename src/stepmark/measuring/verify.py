@@ -23,6 +23,8 @@ UNIT_ROUNDOFF = {
     DType.FP16: 2.0**-11,
     DType.FP8_E4M3: 2.0**-4,
     DType.FP8_E5M2: 2.0**-3,
+    DType.MXFP8: 2.0**-4,
+    DType.NVFP4: 2.0**-2,
 }
 TORCH_DTYPE: dict[DType, torch.dtype] = {
     DType.FP64: torch.float64,
@@ -53,7 +55,7 @@ def tolerance(dtype: DType, *, length: int = 1, roundings: int = 1) -> float:
     """
     accumulator = UNIT_ROUNDOFF[DType.FP64 if dtype is DType.FP64 else DType.FP32]
     stored = UNIT_ROUNDOFF[dtype]
-    if dtype.is_fp8 and length > 1:
+    if dtype.is_narrow and length > 1:
         accumulator = 2.0**-14
         stored = UNIT_ROUNDOFF[DType.BF16]
     return 4 * roundings * stored + 8 * math.sqrt(length) * accumulator

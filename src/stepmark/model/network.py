@@ -145,6 +145,8 @@ class Network:
 
     def latency_s(self, collective: str, placement: Placement) -> float:
         """Return the latency of the smallest message by NCCL's tuner, and of farther hops."""
+        if placement.num_ranks == 1:
+            return 0.0
         units = placement.num_units
         crossed = range(1, self.outermost(placement) + 1)
         ring_s = sum((units[i - 1] - units[i]) * self.tiers[i].hop_s for i in crossed)
@@ -158,10 +160,13 @@ class Network:
         """Return the seconds of the bytes on the slowest of the links that they cross."""
         below = (placement.num_ranks, *placement.num_units)
         return max(
-            self._crossing_bytes(collective, message_bytes, placement, index)
-            / self._bytes_per_s(index, collective, placement)
-            for index in range(self.outermost(placement) + 1)
-            if below[index] > below[index + 1]
+            (
+                self._crossing_bytes(collective, message_bytes, placement, index)
+                / self._bytes_per_s(index, collective, placement)
+                for index in range(self.outermost(placement) + 1)
+                if below[index] > below[index + 1]
+            ),
+            default=0.0,  # of one rank
         )
 
     def _bytes_per_s(self, index: int, collective: str, placement: Placement) -> float:
