@@ -88,10 +88,10 @@ def test_completions_take_a_fifth_of_a_second(tmp_path: Path) -> None:
         return answers("stepmark train --s", tmp_path)
 
     def start() -> object:
-        return subprocess.run([sys.executable, "-c", "pass"], check=True)
+        return [subprocess.run([sys.executable, "-c", "pass"], check=True) for _ in range(10)]
 
-    own, bare = (min(seconds(run) for _ in range(5)) for run in (complete, start))
-    assert own < max(0.2, 10 * bare), (own, bare)
+    pairs = [(seconds(complete), seconds(start)) for _ in range(5)]
+    assert any(own < max(0.2, bare) for own, bare in pairs), pairs
 
 
 @pytest.mark.ranks
