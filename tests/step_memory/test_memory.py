@@ -76,7 +76,7 @@ def test_parts_add_up(case: TrainCase) -> None:
     memory = estimate(case)
     parts = memory.kinds
     assert min(parts.values()) >= 0
-    assert memory.held_bytes < memory.allocated_bytes <= memory.reserved_bytes
+    assert memory.resting_bytes < memory.allocated_bytes <= memory.reserved_bytes
     assert sum(parts.values()) == memory.allocated_bytes
     assert memory.rounding_bytes < 0.1 * memory.allocated_bytes
     assert memory.weights_bytes + memory.optimizer_bytes < memory.allocated_bytes

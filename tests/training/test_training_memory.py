@@ -19,7 +19,7 @@ def test_kinds_add_up_and_are_the_fullest_ranks() -> None:
         training,
         allocated_bytes=(70 * GIB, 72 * GIB),
         reserved_bytes=(75 * GIB, 80 * GIB),
-        held_bytes=(60 * GIB, 61 * GIB),
+        resting_bytes=(60 * GIB, 61 * GIB),
         outside_bytes=(2 * GIB, 3 * GIB),
     )
     table = {str(row["kind"]): row for row in rows(case, found)}

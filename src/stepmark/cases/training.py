@@ -106,7 +106,7 @@ class Training:
     first_s: float = 0.0  # host seconds of the first sample, which compiles; slowest rank
     allocated_bytes: tuple[int | None, ...] = ()  # peak, by rank, after the first sample
     reserved_bytes: tuple[int | None, ...] = ()
-    held_bytes: tuple[int | None, ...] = ()  # allocated between steps; () in older records
+    resting_bytes: tuple[int | None, ...] = ()  # allocated between steps; () in older records
     # Used on the device beyond what torch reserves: context, kernels, NCCL's buffers, and what
     # other processes use.
     outside_bytes: tuple[int | None, ...] = ()

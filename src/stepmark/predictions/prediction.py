@@ -91,38 +91,38 @@ class Prediction:
         measured = self.inputs.memory
         allocated, reserved = memory.calibrated(case, measured)
         stages = memory.stage_estimates(case)
-        found = StepMemory(
+        estimated = StepMemory(
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             device_bytes=device_bytes,
             stages=_rows_of(stages),
         )
         if device_bytes is None:
-            return found
+            return estimated
         verdict = memory.verdict(case, allocated, reserved, device_bytes)
         fitting = ""
         if verdict == memory.NO_FIT:
             fitting = remedies.what_fits(case, device_bytes, measured)
-        return replace(found, verdict=verdict, fitting=fitting)
+        return replace(estimated, verdict=verdict, fitting=fitting)
 
     def _of_workload(self, device_bytes: int | None) -> StepMemory | None:
         workload = self.inputs.workload
         stages = workload_memory.memory_of(workload)
         if not stages:
             return None
-        found = StepMemory(
+        estimated = StepMemory(
             allocated_bytes=stages[0].allocated_bytes,
             reserved_bytes=stages[0].reserved_bytes or None,
             device_bytes=device_bytes,
             stages=_rows_of(stages),
         )
         if device_bytes is None:
-            return found
+            return estimated
         verdict = workload_memory.verdict(workload, device_bytes)
         fitting = ""
         if verdict == memory.NO_FIT:
             fitting = workload_memory.what_fits(workload, device_bytes)
-        return replace(found, verdict=verdict, fitting=fitting)
+        return replace(estimated, verdict=verdict, fitting=fitting)
 
     def rows(self) -> list[Row]:
         """Return the lines of the ledgers, which add up to the step of each stage."""

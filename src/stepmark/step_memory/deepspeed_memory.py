@@ -42,21 +42,21 @@ def stage_memories(job: Job, settings: DeepSpeed) -> list[RankMemory]:
     )
     numel += sum(times * _numel([block]) for block, times in blocks)
     layer = max(_numel([block]) for block, _ in blocks)
-    kept = sum(times * _kept(job, block) for block, times in blocks)
-    kept += sum(_kept(job, end) for end in ends)
+    saved = sum(times * _saved_bytes(job, block) for block, times in blocks)
+    saved += sum(_saved_bytes(job, end) for end in ends)
     working = max(
         2 * job.tokens * job.dtype.itemsize * max(map(sum, _shapes(block)))
         for block, _ in blocks
     )
-    held = _states(job, settings, numel)
+    state = _states(job, settings, numel)
     passing = {
         "gathered_bytes": _on_the_way(job, settings, numel, layer),
-        "activations_bytes": kept,
+        "activations_bytes": saved,
         "working_bytes": working,
         "head_bytes": _LOGITS * job.tokens * model.vocab_size,
     }
-    reserved = with_fragments(sum(held.values()), sum(passing.values()))
-    return [RankMemory(**held, **passing, reserved_bytes=reserved)]
+    reserved = with_fragments(sum(state.values()), sum(passing.values()))
+    return [RankMemory(**state, **passing, reserved_bytes=reserved)]
 
 
 def _numel(modules: Iterable[Module]) -> int:
@@ -98,7 +98,7 @@ def _on_the_way(job: Job, settings: DeepSpeed, numel: int, layer: int) -> int:
     return total
 
 
-def _kept(job: Job, unit: Module) -> int:
+def _saved_bytes(job: Job, unit: Module) -> int:
     size = job.dtype.itemsize
     total = 0
     for leaf in unit.walk():

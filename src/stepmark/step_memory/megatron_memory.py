@@ -4,14 +4,14 @@ Sources, of megatron-core 0.16.1: optimizer/optimizer.py (Float16OptimizerWithFl
 distrib_optimizer.py and distributed/param_and_grad_buffer.py: 16-bit weights, fp32 gradients
 and, on their owner, fp32 weights and two moments, thus 18 bytes a parameter, or 6 + 12 / ranks
 (megatron/training/theoretical_memory_usage.py has the same). tensor_parallel/layers.py: the
-input of a column-parallel layer is kept divided and gathered again, into one buffer
+input of a column-parallel layer is saved divided and gathered again, into one buffer
 (utils.py, GlobalMemoryBuffer). tensor_parallel/cross_entropy.py: logits, and a copy in fp32
 that becomes their softmax and then their gradient. fusions/fused_bias_swiglu.py keeps the input
 of the activation. TransformerEngine 2.11, pytorch/module/base.py (get_weight_workspace): narrow
 weights stay in both layouts from a step's first micro-batch on; pytorch/module/linear.py keeps
 narrow inputs. tensor_parallel/random.py: a checkpoint keeps its input; one without output
 (CheckpointWithoutOutput) keeps it, too, and frees its output. Attention is flash attention: the
-scores are not kept. Dropout is off.
+scores are not saved. Dropout is off.
 
 What a module keeps is in the tree (step/module.py, SavedTensors). Without experts, and with
 sequence parallelism, its sum is 34 s b h / t of Korthikanti et al. (arXiv:2205.05198,
@@ -79,23 +79,23 @@ def _stage(
     layers: "_Layers", pipeline: Pipeline, stage: int, chunks: Sequence[Chunk]
 ) -> RankMemory:
     plan = layers.plan
-    held = _held(plan, layers, chunks)
+    state = _state_bytes(plan, layers, chunks)
     gathered = layers.gathered + (0 if plan.job.parallel.pp == 1 else 2 * layers.rows)
-    held["gradients_bytes"] += (
-        layers.others.grad_bytes * held["weights_bytes"] // plan.job.dtype.itemsize
+    state["gradients_bytes"] += (
+        layers.others.grad_bytes * state["weights_bytes"] // plan.job.dtype.itemsize
     )
     passes = list(_passes(pipeline, stage))
     peak = fullest(passes, [layers.chunk(chunk) for chunk in chunks])
     return RankMemory(
         stage=stage,
-        **held,
+        **state,
         gathered_bytes=gathered,
         **{f"{name}_bytes": size for name, size in peak.items()},
-        reserved_bytes=with_fragments(sum(held.values()), gathered + sum(peak.values())),
+        reserved_bytes=with_fragments(sum(state.values()), gathered + sum(peak.values())),
     )
 
 
-def _held(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict[str, int]:
+def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer, which stay from step to step."""
     settings = plan.settings
     of_weight = plan.job.dtype.itemsize
@@ -196,34 +196,34 @@ class _Layers:
         settings = plan.settings
         size = plan.job.dtype.itemsize
         kinds = [self.layers[kind_of(plan, layer)] for layer in chunk.layers]
-        kept = 0
+        saved = 0
         again = max((kind.recomputed for kind in kinds), default=0)
         if settings.recompute_granularity is Granularity.FULL:
             count = settings.recompute_num_layers
             if settings.recompute_method == "uniform":
-                kept = self.rows * -(-len(kinds) // count)
+                saved = self.rows * -(-len(kinds) // count)
                 groups = (kinds[first : first + count] for first in range(0, len(kinds), count))
-                again = max((sum(kind.kept for kind in group) for group in groups), default=0)
+                again = max((sum(kind.saved for kind in group) for group in groups), default=0)
             else:
-                kept = self.rows * min(count, len(kinds))
-                kept += sum(kind.kept for kind in kinds[count:])
-                again = max((kind.kept for kind in kinds[:count]), default=0)
+                saved = self.rows * min(count, len(kinds))
+                saved += sum(kind.saved for kind in kinds[count:])
+                again = max((kind.saved for kind in kinds[:count]), default=0)
         else:
-            kept = sum(kind.kept for kind in kinds)
+            saved = sum(kind.saved for kind in kinds)
         head = 0
         if chunk.has_head:
-            kept += 2 * self.rows  # inputs of the last norm and of the head
+            saved += 2 * self.rows  # inputs of the last norm and of the head
             logits = plan.tokens * plan.model.vocab_size // plan.tp
             head = logits * (size + (_FP32 if size < _FP32 else 0) + self.others.logit_bytes)
         working = max((kind.working for kind in kinds), default=2 * self.rows)
-        return ChunkMemory(kept=kept, working=working + again, head=head)
+        return ChunkMemory(saved=saved, working=working + again, head=head)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Bytes of a layer: kept, recomputed in its backward pass, and more in that pass."""
+    """Bytes of a layer: saved, recomputed in its backward pass, and more in that pass."""
 
-    kept: int
+    saved: int
     recomputed: int
     working: int
 
@@ -231,10 +231,10 @@ class _Layer:
 def _layer(plan: Plan, *, moe: bool, unfused: bool) -> _Layer:
     leaves = [leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work]
     groups = selected(plan, [leaf.role for leaf in leaves])
-    kept = dropped = 0
+    saved = dropped = 0
     before = ""  # group of the module before
     for leaf in leaves:
-        size = _kept(plan, leaf, unfused=unfused)
+        size = _saved_bytes(plan, leaf, unfused=unfused)
         group = groups.get(leaf.role, "")
         # A checkpoint keeps the input of its first module; without output, the next module's
         # input is what is dropped.
@@ -243,10 +243,10 @@ def _layer(plan: Plan, *, moe: bool, unfused: bool) -> _Layer:
         if drops:
             dropped += size
         else:
-            kept += size
+            saved += size
         before = group
     working = max(_working(plan, leaf) for leaf in leaves)
-    return _Layer(kept=kept, recomputed=dropped, working=working)
+    return _Layer(saved=saved, recomputed=dropped, working=working)
 
 
 def _working(plan: Plan, leaf: Module) -> int:
@@ -263,7 +263,7 @@ def _working(plan: Plan, leaf: Module) -> int:
 _WITHOUT_OUTPUT = ("layernorm", "moe_act", "mla_up_proj")
 
 
-def _kept(plan: Plan, leaf: Module, *, unfused: bool) -> int:
+def _saved_bytes(plan: Plan, leaf: Module, *, unfused: bool) -> int:
     """Return the bytes that a module keeps of a micro-batch.
 
     A product keeps its input for the gradient of its weight, in its own type; attention keeps
@@ -278,7 +278,7 @@ def _kept(plan: Plan, leaf: Module, *, unfused: bool) -> int:
     is_own = leaf.role in _UP_PROJECTIONS or (param is not None and param.is_partial)
     rows = plan.own_tokens if is_own else part
     if leaf.role == "attention.core":
-        # Keys and values of other ranks of cp are not kept; tp ranks share heads they repeat.
+        # Keys and values of other ranks of cp are not saved; tp ranks share heads they repeat.
         others = plan.job.parallel.cp - 1
         repeated = 0 if model.mla else max(0, plan.tp - model.num_kv_heads)
         divided -= (others * model.num_kv_heads - repeated) * (model.d_qk + model.d_v)

@@ -61,7 +61,7 @@ def stage_estimates(case: TrainCase) -> tuple[RankMemory, ...]:
             **{f"{purpose}_bytes": heap.at_peak[purpose] for purpose in _PURPOSES},
             rounding_bytes=heap.peak_allocated - heap.at_peak.total(),
             reserved_bytes=heap.peak_reserved,
-            held_bytes=heap.allocated,
+            resting_bytes=heap.allocated,
         )
         estimates.append(memory)
     return tuple(estimates)

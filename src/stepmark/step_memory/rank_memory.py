@@ -13,18 +13,18 @@ class RankMemory:
     gradients_bytes: int
     optimizer_bytes: int
     gathered_bytes: int = 0  # weights and gradients on the way, or autocast's copies of weights
-    activations_bytes: int  # kept from forward to backward
+    activations_bytes: int  # saved from forward to backward
     working_bytes: int  # gradients of activations, what is recomputed, rotary tables
     head_bytes: int  # logits, their log-softmax and gradient
     rounding_bytes: int = 0  # of blocks that are larger than their tensors
     reserved_bytes: int = 0  # segments, at most; 0: not estimated
-    held_bytes: int = 0  # of these between steps; 0: not estimated
+    resting_bytes: int = 0  # of these between steps; 0: not estimated
 
     @property
     def kinds(self) -> dict[str, int]:
         """Return the bytes that are allocated by purpose, without the suffix."""
         own = asdict(self)
-        del own["stage"], own["reserved_bytes"], own["held_bytes"]
+        del own["stage"], own["reserved_bytes"], own["resting_bytes"]
         return {name.removesuffix("_bytes"): size for name, size in own.items()}
 
     @property
@@ -38,20 +38,20 @@ class RankMemory:
 _FRAGMENTS = 0.15
 
 
-def with_fragments(held: int, passing: int) -> int:
+def with_fragments(state: int, passing: int) -> int:
     """Return the bytes that are reserved for those that stay and those that come and go."""
-    return held + round((1 + _FRAGMENTS) * passing)
+    return state + round((1 + _FRAGMENTS) * passing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkMemory:
     """Bytes of one model chunk's passes over a micro-batch.
 
-    kept: from its forward pass to its backward pass. working: more in its backward pass.
+    saved: from its forward pass to its backward pass. working: more in its backward pass.
     head: more for logits and loss, in either pass; 0: it has none.
     """
 
-    kept: int
+    saved: int
     working: int
     head: int = 0
 
@@ -63,13 +63,13 @@ def fullest(
 
     passes: (chunk, whether it is a forward pass), in the order in which they run.
     """
-    kept = 0
+    saved = 0
     most: dict[str, int] = {"activations": 0, "working": 0, "head": 0}
     for number, is_forward in passes:
         chunk = chunks[number]
-        kept += chunk.kept if is_forward else 0
+        saved += chunk.saved if is_forward else 0
         working = 0 if is_forward else max(0, chunk.working - chunk.head)
-        now = {"activations": kept, "working": working, "head": chunk.head}
+        now = {"activations": saved, "working": working, "head": chunk.head}
         most = max(most, now, key=lambda each: sum(each.values()))
-        kept -= 0 if is_forward else chunk.kept
+        saved -= 0 if is_forward else chunk.saved
     return most

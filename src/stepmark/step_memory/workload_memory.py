@@ -105,10 +105,10 @@ def what_fits(workload: Workload, device_bytes: int) -> str:
         try:
             for change in chosen:
                 job, settings = change.apply(job, settings)
-            found = _verdict(module, job, settings, device_bytes)
+            outcome = _verdict(module, job, settings, device_bytes)
         except ConfigError:  # the framework refuses it
             continue
-        if found == FITS:
+        if outcome == FITS:
             words = {change.name: change.words for change in chosen}  # the last of a name
             return " ".join(words.values())
     return ""

@@ -27,7 +27,7 @@ class Counts:
     first_s: float
     allocated_bytes: int | None
     reserved_bytes: int | None
-    held_bytes: int | None
+    resting_bytes: int | None
     outside_bytes: int | None
     resident_bytes: int | None
     alloc_retries: int
@@ -41,9 +41,9 @@ class Counter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs, self._retries = counters["stats"]["unique_graphs"], self._num_retries()
-        self._held_bytes = None
+        self._resting_bytes = None
         if device.type == "cuda":
-            self._held_bytes = torch.cuda.memory_allocated(device)
+            self._resting_bytes = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
         else:
             reset_peak_resident()
@@ -56,7 +56,7 @@ class Counter:
             first_s=first_s,
             allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
             reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
-            held_bytes=self._held_bytes,
+            resting_bytes=self._resting_bytes,
             outside_bytes=_outside_bytes(device) if on_gpu else None,
             resident_bytes=None if on_gpu else peak_resident_bytes(),
             alloc_retries=self._num_retries() - self._retries,
@@ -111,7 +111,7 @@ def steady_results(
         first_s=max(rank.first_s for rank in counts),
         allocated_bytes=tuple(rank.allocated_bytes for rank in counts),
         reserved_bytes=tuple(rank.reserved_bytes for rank in counts),
-        held_bytes=tuple(rank.held_bytes for rank in counts),
+        resting_bytes=tuple(rank.resting_bytes for rank in counts),
         outside_bytes=tuple(rank.outside_bytes for rank in counts),
         resident_bytes=tuple(rank.resident_bytes for rank in counts),
         alloc_retries=tuple(rank.alloc_retries for rank in counts),

@@ -25,15 +25,15 @@ def rows(case: TrainCase, training: Training) -> list[Row]:
     by_rank = (
         training.allocated_bytes,
         training.reserved_bytes,
-        training.held_bytes,
+        training.resting_bytes,
         training.outside_bytes,
     )
-    if not training.held_bytes or any(None in sizes for sizes in by_rank):
+    if not training.resting_bytes or any(None in sizes for sizes in by_rank):
         return []
     known = zip(*(tuple(size or 0 for size in sizes) for sizes in by_rank), strict=True)
     allocated, reserved, held, outside = max(known)
     predicted = estimate(case)
-    own = predicted.held_bytes
+    own = predicted.resting_bytes
     return [
         {"kind": "held between steps", "measured": held, "predicted": own},
         {
