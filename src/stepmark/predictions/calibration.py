@@ -110,7 +110,13 @@ def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
         inputs,
         device=device,
         device_name=first.name,
-        compute=sources(device, measured, inputs.file, of_file=inputs.times_of_file),
+        compute=sources(
+            device,
+            measured,
+            inputs.file,
+            settings=inputs.workload.settings,
+            of_file=inputs.times_of_file,
+        ),
         power=None if inputs.times_of_file else _power(records, shallow),
         memory_bytes=first.memory_bytes,
     )

@@ -55,7 +55,7 @@ class CommCosts:
         if self._network is not None:
             placement = self._placement(group)
             is_fitted = self._network.outermost(placement) in self._fitted
-            self.sources[op.collective] = Source.SCALED if is_fitted else Source.ROOFLINE
+            self.sources[op.collective] = Source.SCALED if is_fitted else Source.SHEET
             return self._network.time_s(name, num_bytes, placement)
         if known:
             self.sources[op.collective] = Source.SCALED

@@ -7,14 +7,15 @@ is divided among the operations inside. All measured time goes to some operation
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import NamedTuple
 
+from stepmark.cases.training import CompileScope
+from stepmark.efficiency.kernel_times import Basis, Style, kernel_times
 from stepmark.model.device import DeviceSpec
 from stepmark.model.ops import Op, Phase
-from stepmark.step.roofline import roofline_time
 from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, OpTable
 from stepmark.step.workload import ComputeOp, Kernel, Workload
 from stepmark.timeline.ledger import Work, work_in_trace, work_of_key, work_of_op
@@ -246,31 +247,35 @@ class OperatorCosts:
         return OpCost(time_s={work_of_op(op): time_s}, source=Source.OPERATOR)
 
 
-# Share of the roofline that operations reach. Products: 0.70 to 0.76 of the peak for large
-# shapes on A100 (SimuMax, its measured tables of efficiencies). Attention: forward up to 0.75,
-# backward about 0.55 of the peak on H100 (FlashAttention-3, arXiv:2407.08608, figures 5 and 6).
-# Memory: a copy reaches 4.26 of 4.8 TB/s on H200, AdamW 3.41 (docs/diary).
-_EFFICIENCY = {
-    Work.MATMUL: 0.73,
-    Work.ATTENTION: 0.6,
-    Work.ELEMENTWISE: 0.8,
-    Work.LOSS: 0.8,
-    Work.OPTIMIZER: 0.71,
-}
+_FLASH = "flash"
 
 
 @dataclass(frozen=True, slots=True)
-class RooflineCosts:
-    """Costs by data sheet: the roofline over a published efficiency."""
+class SheetCosts:
+    """Costs by data sheet: of operators that were measured on the device, or on its like.
+
+    settings: of the workload, which say what torch.compile compiles and which kernel attention
+    runs; frameworks that say nothing have fused kernels.
+    """
 
     device: DeviceSpec
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def __call__(self, op: ComputeOp) -> OpCost | None:
-        bound_s = roofline_time(op.op, self.device)
-        if bound_s is None:
+        is_flash = self.settings.get("attention_backend") == _FLASH
+        time = kernel_times(self.device).time_of(op.op, self._style_of(op), is_flash=is_flash)
+        if time is None:
             return None
-        work = work_of_op(op)
-        return OpCost(time_s={work: bound_s / _EFFICIENCY[work]}, source=Source.ROOFLINE)
+        source = Source.SHEET if time.basis is Basis.MEASURED else Source.RULE
+        return OpCost(time_s={work_of_op(op): time.time_s}, source=source)
+
+    def _style_of(self, op: ComputeOp) -> Style:
+        scope = self.settings.get("compile")
+        if scope is None:
+            return Style.FUSED
+        compiled = CompileScope(str(scope))
+        is_fused = compiled.has_head if op.layer is None else compiled.has_blocks
+        return Style.FUSED if is_fused else Style.EAGER
 
 
 CostOf = Callable[[ComputeOp], OpCost | None]
@@ -281,10 +286,14 @@ def sources(
     measured: Iterable[CostOf] = (),
     file: FileTimes | None = None,
     *,
+    settings: Mapping[str, object] | None = None,
     of_file: bool = False,
 ) -> tuple[CostOf, ...]:
-    """Return the sources of costs, the best first. of_file: the file's times go before all."""
-    of_sheet = [] if device is None else [RooflineCosts(device)]
+    """Return the sources of costs, the best first.
+
+    settings: of the workload. of_file: the file's times go before all.
+    """
+    of_sheet = [] if device is None else [SheetCosts(device, settings or {})]
     own = [] if file is None else [partial(file_cost, has_rows=file.has_rows)]
     return (*(own if of_file else ()), *measured, *of_sheet, *own)
 

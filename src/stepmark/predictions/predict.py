@@ -175,7 +175,7 @@ def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
         cost = cost_of(op)
         if cost is not None:
             return replace(cost, host_s=inputs.host_s(op))
-        source = Source.ROOFLINE if op.is_wait else Source.UNKNOWN
+        source = Source.RULE if op.is_wait else Source.UNKNOWN
         return OpCost(time_s={}, num_kernels=0.0, source=source)
 
     def comm_s(op: CommOp, group: Group) -> float:

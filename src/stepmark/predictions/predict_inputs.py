@@ -88,13 +88,14 @@ def of_training(
     """
     force = options is not None and options.force
     device = find_device(device_name)
+    workload = of_case(case)
     inputs = Inputs(
         name=f"{case.model.name} {case.strategy}",
-        workload=of_case(case),
+        workload=workload,
         case=case,
         device=device,
         device_name=device_name,
-        compute=sources(device),
+        compute=sources(device, settings=workload.settings),
     )
     if run is None:
         inputs.check_products()
@@ -171,7 +172,9 @@ def _unused(
             step = of_case(without)
         except ConfigError:  # another option needs it
             continue
-        parts = ((w.blocks, w.stages, w.groups) for w in (workload, step))
+        parts = (
+            (w.blocks, w.stages, w.groups, w.settings.get("compile")) for w in (workload, step)
+        )
         if operator.eq(*parts):
             names.append(name)
             train = fewer
@@ -230,7 +233,9 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
         times_of_file=is_timed,
         device=device,
         device_name=device.names[0] if device else "unknown",
-        compute=sources(device, file=file, of_file=is_timed),
+        compute=sources(
+            device, file=file, settings=workload.settings, of_file=is_timed
+        ),
         host_s=file.host_s if is_timed else no_host,
         host_is_known=is_timed and file.has_host,
     )

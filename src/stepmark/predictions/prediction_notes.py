@@ -2,7 +2,9 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
+from stepmark.efficiency.kernel_times import kernel_times
 from stepmark.ground.dtypes import DType
+from stepmark.model.device import DeviceSpec
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.prediction import Prediction
 from stepmark.timeline.ledger import Group, Work
@@ -53,18 +55,26 @@ def first_few(names: Collection[str]) -> str:
     return ", ".join([*shown, "..."] if len(names) > 5 else shown)
 
 
-def by_sheet(device: str) -> str:
-    return f"the data sheet's of {device} over published efficiencies, often 15 to 35 % off"
+def by_sheet(device: DeviceSpec) -> str:
+    """Return whose measurements the times of a device are by data sheet."""
+    like = kernel_times(device).like
+    if like is None:
+        return f"by shares of the peak that AMD's devices reach, for want of any of {device.key}"
+    text = f"by operators that were measured sustained on {like.key}"
+    return text if like is device else f"{text}, with {device.key}'s peak and bandwidth"
 
 
 def _source_notes(prediction: Prediction) -> Iterator[str]:
     """Yield where costs are from, where it is not a measurement of these very operations."""
     sources = prediction.sources
     total = sum(sources.values())
+    device = prediction.inputs.device
+    sheet = by_sheet(device) if device else ""
     texts = {
         Source.SCALED: "is scaled from other shapes",
         Source.OPERATOR: "is that of operators measured by themselves",
-        Source.ROOFLINE: f"is {by_sheet(prediction.inputs.device_name)}",
+        Source.SHEET: f"is {sheet}",
+        Source.RULE: f"is {sheet}, by a rule where none was",
         Source.FILE: "is the workload file's own",
     }
     for source, text in texts.items():
@@ -79,7 +89,7 @@ def _source_notes(prediction: Prediction) -> Iterator[str]:
         if network:
             how = f"by the links of {network.name}, fitted to measured curves"
         yield f"times of {', '.join(names)} are {how}"
-    if names := by_source.get(Source.ROOFLINE):
+    if names := by_source.get(Source.SHEET):
         where = f"the links of {network.name}" if network else "the data sheet's links"
         yield f"times of {', '.join(names)} are by {where} and published curves"
 

@@ -19,7 +19,7 @@ from stepmark.ground.units import MIB, TFLOP, format_bytes, format_time
 from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
 from stepmark.model.ops import Phase
-from stepmark.predictions.costs import RooflineCosts
+from stepmark.predictions.costs import SheetCosts
 from stepmark.predictions.prediction_notes import by_sheet
 from stepmark.step.roofline import limit_of
 from stepmark.step.workload import CommOp, ComputeOp
@@ -38,7 +38,7 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
     device = find_device(here.name)
     rows = [row for case in cases for row in _rows(case, device)]
     is_predicted = any(row.get("predicted_s") for row in rows)
-    source = [f"predicted times are {by_sheet(here.name)}"] if is_predicted else []
+    source = [f"predicted times are {by_sheet(device)}"] if device and is_predicted else []
     for note in (*plan.notes, *source):
         sys.stderr.write(f"# {note}\n")
     for target, write in ((json, write_json), (csv, write_csv)):
@@ -90,7 +90,7 @@ def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
     """Return the time of a product or of attention, its rate, and what bounds it."""
     op = ComputeOp(op=case.op, phase=Phase.FWD, module="")
     is_product = work_of_op(op) in (Work.MATMUL, Work.ATTENTION)
-    cost = RooflineCosts(device)(op) if device and is_product else None
+    cost = SheetCosts(device, {"attention_backend": case.backend})(op) if device and is_product else None
     if device is None or cost is None:
         return dict.fromkeys(("predicted_s", "predicted_tflops", "bound"))
     return {

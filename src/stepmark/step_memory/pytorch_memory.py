@@ -46,6 +46,7 @@ def case_of(job: Job, settings: PyTorch) -> TrainCase:
         bucket_mb=settings.bucket_cap_mb or 25,
         small_first_bucket=not has_buckets,
         async_tp=settings.async_tp,
+        compile=settings.compile,
         loss_chunks=settings.loss_chunks,
         fp8=_fp8(job),
         fp8_all_gather=settings.fp8_all_gather,

@@ -17,7 +17,8 @@ class Source(StrEnum):
     MEASURED = "measured"  # this very operation in a step
     SCALED = "scaled"  # the same operation at another shape, by the roofline's ratio
     OPERATOR = "operator"  # the same operation by itself
-    ROOFLINE = "roofline"  # data sheet and published efficiencies
+    SHEET = "sheet"  # operators that were measured on such a device
+    RULE = "rule"  # operators on another device, or a rule
     FILE = "file"  # the workload file's own time
     UNKNOWN = "unknown"  # no time
 
@@ -32,7 +33,7 @@ class OpCost:
     time_s: Mapping[Work, float]
     num_kernels: float = 1.0
     host_s: float = 0.0
-    source: Source = Source.ROOFLINE
+    source: Source = Source.RULE
 
     @property
     def total_s(self) -> float:

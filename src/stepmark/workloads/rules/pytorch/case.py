@@ -88,6 +88,7 @@ def settings_of(case: TrainCase) -> PyTorch:
         embedding_in_backward=case.embedding_in_backward,
         tp_plan=case.tp_plan,
         async_tp=case.async_tp,
+        compile=case.compile,
         autocast=is_amp,
         masters=case.precision is Precision.MASTER,
         compress_bf16=halved and case.precision in (Precision.AMP, Precision.FP32),

@@ -7,7 +7,7 @@ older names (fsdp, ddp, tp, pp) fix data_parallel and have the settings that are
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from stepmark.cases.training import DataParallel, GradSync, Recompute
+from stepmark.cases.training import CompileScope, DataParallel, GradSync, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import MIB
@@ -93,6 +93,9 @@ class PyTorch:
     )
     async_tp: bool = setting(
         False, "blocks are compiled, with products of tp in pieces that are sent", only=_DIVIDED
+    )
+    compile: CompileScope = setting(
+        CompileScope.NONE, "torch.compile of: none, block, layers, loss or model"
     )
     fuse_qkv: bool = setting(True, "q, k and v are one product, as in `stepmark train`")
     grad_sync: GradSync = setting(
