@@ -4,8 +4,8 @@
     python validation/kernel_times.py write      writes src/stepmark/data/kernel_times.toml and
                                                  product_times.csv
 
-Sources are validation/data/efficiency (its README) and our own operators in results/. No time of
-a training step is read.
+Sources are validation/data/efficiency (its README) and our own operators in results/. No time
+of a training step is read.
 
 Products: time = launch + FLOP / (share x peak) + a m k + b (n k + m n) by least squares of the
 relative error, times the measured ratio near the shape. What the sources measured in bursts is
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [] if str(ROOT / "src") in sys.path else [str(ROOT / "src")]
 
 from stepmark.cases.case import OpCase, Rate  # noqa: E402
-from stepmark.efficiency.kernel_times import KernelTimes, Style, kernel_times  # noqa: E402
+from stepmark.efficiency.kernel_times import Style, kernel_times  # noqa: E402
 from stepmark.efficiency.products import nearest  # noqa: E402
 from stepmark.ground.dtypes import DType  # noqa: E402
 from stepmark.model.device import find_device, load_devices  # noqa: E402
@@ -41,7 +41,6 @@ from stepmark.model.ops import (  # noqa: E402
     Attention,
     CrossEntropy,
     Gemm,
-    GroupedGemm,
     Norm,
     Op,
     Phase,
@@ -62,8 +61,8 @@ NARROW = {
 # Devices whose power-sampled times tell how much longer a sustained call takes than a burst.
 SUSTAINED_LIKE = {"b200": "b200", "gb200": "gb200", "b300": "gb200", "gb300": "gb200"}
 OTHERS_LIKE = "h200-sxm"
-# Where a source timed a training step's own products (forward, dgrad, wgrad into fp32), its level
-# counts: the first's products at the second's shapes.
+# Where a source timed a training step's own products (forward, dgrad, wgrad into fp32), its
+# level counts: the second's is that of the first.
 TRAINED = {"b200": "b200", "gb200": "b200", "b300": "b200", "gb300": "b200"}
 LARGE_FLOPS = 1e11
 Array = npt.NDArray[np.float64]
@@ -131,7 +130,9 @@ def fitted(shapes: Array, times_us: Array, peak: float) -> Array:
 def terms(shapes: Array, peak: float) -> Array:
     """Return 1, microseconds at the peak, and millions of elements of x and of the others."""
     m, n, k = shapes.T
-    return np.stack([np.ones(len(m)), 2 * m * n * k / peak * 1e6, m * k / 1e6, (n * k + m * n) / 1e6], 1)
+    return np.stack(
+        [np.ones(len(m)), 2 * m * n * k / peak * 1e6, m * k / 1e6, (n * k + m * n) / 1e6], 1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,11 @@ def layouts(public: Mapping[tuple[str, str], Products]) -> dict[str, dict[str, f
     own = defaultdict(list)
     for row in read("gemm"):
         flops = 2 * float(row["m"]) * float(row["n"]) * float(row["k"])
-        if row["source"].startswith("simumax") and row["dtype"] == "bf16" and flops >= LARGE_FLOPS:
+        if (
+            row["source"].startswith("simumax")
+            and row["dtype"] == "bf16"
+            and flops >= LARGE_FLOPS
+        ):
             own[row["device"], row["layout"][:2]].append(row)
     result = {}
     for device, trained in TRAINED.items():
@@ -227,7 +232,9 @@ def layouts(public: Mapping[tuple[str, str], Products]) -> dict[str, dict[str, f
         }
     pcie = {layout: rows for (name, layout), rows in own.items() if name == "a100-80gb-pcie"}
     law = Law.of(("a100-80gb-sxm", "bf16"), public)
-    level = {k: median(float(r["time_us"]) / law.time_us(r) for r in v) for k, v in pcie.items()}
+    level = {
+        k: median(float(r["time_us"]) / law.time_us(r) for r in v) for k, v in pcie.items()
+    }
     result["a100-80gb-sxm"] = {name: level[name] / level["nt"] for name in ("nn", "tn")}
     return result
 
@@ -264,7 +271,10 @@ def grouped(public: Mapping[tuple[str, str], Products]) -> dict[str, float]:
     """Return the time of grouped products over that of single ones of the rows of a group."""
     ratios = defaultdict(list)
     for row in read("grouped"):
-        if not row["op"].startswith("grouped-gemm") or row["device"] not in ("b200", "h200-sxm"):
+        if not row["op"].startswith("grouped-gemm") or row["device"] not in (
+            "b200",
+            "h200-sxm",
+        ):
             continue
         count, rows = int(row["experts"]), int(row["tokens"]) / int(row["experts"])
         n, k = float(row["inter"]), float(row["hidden"])
@@ -275,9 +285,10 @@ def grouped(public: Mapping[tuple[str, str], Products]) -> dict[str, float]:
         }[row["op"].rpartition("-")[2]]
         law = Law.of((row["device"], "bf16"), public)
         single = float(law.times_us(np.array([shape]))[0]) - law.coefficients[0]
-        ratios[row["device"]].append(float(row["time_us"]) / (law.coefficients[0] + count * single))
-    level = {device: median(own) for device, own in ratios.items()}
-    return level
+        ratios[row["device"]].append(
+            float(row["time_us"]) / (law.coefficients[0] + count * single)
+        )
+    return {device: median(own) for device, own in ratios.items()}
 
 
 def kernels(own: Sequence[OwnTime]) -> dict[str, dict[str, float]]:
@@ -300,13 +311,12 @@ def kernels(own: Sequence[OwnTime]) -> dict[str, dict[str, float]]:
         "flash": median(flash),
         "flash_backward": median(flash_backward),
     }
+    blackwell = {**hopper, "backward": _backward_of("b200")}
+    ampere = {"backward": _backward_of("a100-80gb-pcie"), "flash": 1.0, "flash_backward": 1.0}
     return {
         **dict.fromkeys(("h100-sxm", "h200-sxm"), hopper),
-        **dict.fromkeys(TRAINED, {**hopper, "backward": _backward_of("b200")}),
-        **dict.fromkeys(
-            ("a100-80gb-sxm", "l40s"),
-            {"backward": _backward_of("a100-80gb-pcie"), "flash": 1.0, "flash_backward": 1.0},
-        ),
+        **dict.fromkeys(TRAINED, blackwell),
+        **dict.fromkeys(("a100-80gb-sxm", "l40s"), ampere),  # FlashAttention-2 is theirs
     }
 
 
@@ -330,6 +340,11 @@ def _backward_of(device: str) -> float:
 
 
 LEAST_BYTES = 25e6  # smaller ones stay in the cache
+# Our eager SwiGLU reads halves of one tensor. Where gate and up are two tensors, as in `train`
+# and Hugging Face, its kernels read and write 5 of them for 3 (silu, product) and 9 for 5 (two
+# products with the gradient, silu_backward), each as fast as any kernel.
+PLAIN_SHARE = 0.85
+EAGER_SWIGLU = {"fwd": PLAIN_SHARE * 3 / 5, "bwd": PLAIN_SHARE * 5 / 9}
 MemoryKey = tuple[str, str, str]
 
 
@@ -344,26 +359,29 @@ def memory_shares(own: Iterable[OwnTime]) -> dict[MemoryKey, float]:
         is_large = op.bytes_moved >= LEAST_BYTES
         if isinstance(op, Norm | Activation | Rope | CrossEntropy) and is_large:
             assert spec.hbm_bytes_per_s
-            name = {Norm: "norm", Activation: "activation", Rope: "rope"}.get(type(op), "cross-entropy")
+            name = {Norm: "norm", Activation: "activation", Rope: "rope"}.get(
+                type(op), "cross-entropy"
+            )
             kind = getattr(op, "kind", "")
             style = Style.EAGER if each.backend == "torch" else Style.FUSED
             share = op.bytes_moved / each.time_s / spec.hbm_bytes_per_s
+            if kind == "swiglu" and style is Style.EAGER:
+                share = EAGER_SWIGLU[str(op.phase)]
             shares[f"{name} {kind}".strip(), str(op.phase), str(style)].append(share)
     return {key: median(values) for key, values in sorted(shares.items())}
 
 
 HEAD = """\
-# Times of kernels by device, kind of work and shape. Do not edit: `python
-# validation/kernel_times.py write` derives it from validation/data/efficiency (its README has the
-# sources, licences and dates) and from our own sustained operators in results/.
-# products: us = launch_us + FLOP / tflops + x_us m k / 1e6 + rest_us (n k + m n) / 1e6, times the
-# ratio of product_times.csv near the shape; sustained. layouts: over that of x W^T. attention:
-# us = launch_us + FLOP / tflops + element_us (elements of q and the result) / 1e6, by type and
-# head width; causal FLOPs. kernels: attention's backward over its forward pass, and
+# Times of kernels by device, kind of work and shape. Do not edit: derived by
+# `python validation/kernel_times.py write` from validation/data/efficiency (its README has
+# sources, licences, dates, and how far sources differ) and our sustained operators in results/.
+# products: us = launch_us + FLOP / tflops + x_us m k / 1e6 + rest_us (n k + m n) / 1e6, times
+# the ratio of product_times.csv near the shape; sustained. layouts: over that of x W^T.
+# attention: us = launch_us + FLOP / tflops + element_us (elements of q and the result) / 1e6,
+# by type and head width; causal FLOPs. kernels: attention's backward over its forward pass, and
 # FlashAttention-2's time over cuDNN's. grouped: products of experts over single ones. memory:
-# share of the memory bandwidth by operator, pass and style, on H100 and H200. elementwise: other
-# devices' plain elementwise kernels over those of Hopper. spread: slowest over fastest public
-# collection of a shape: median and 90th percentile (validation/data/efficiency/README.md).
+# share of the memory bandwidth by operator, pass and style, on H100 and H200. elementwise: plain
+# elementwise kernels of other devices over those of Hopper.
 """
 # Plain kernels: our copies 0.886 to 0.897 of the bandwidth, AdamW 0.72 to 0.79 (median 0.73),
 # casts to fp8 0.90; what several tensors' lists go through (norms, scale) as AdamW.
@@ -393,11 +411,14 @@ def document(public: Mapping[tuple[str, str], Products], own: Sequence[OwnTime])
         law = Law.of(key, public)
         launch, inverse, x_us, rest_us = law.coefficients
         lines.append(
-            f'[products.{key[0]}.{key[1]}]\nlaunch_us = {launch:.3g}\n'
-            f"tflops = {law.peak / inverse / 1e12:.5g}\nx_us = {x_us:.4g}\nrest_us = {rest_us:.4g}\n"
+            f"[products.{key[0]}.{key[1]}]\nlaunch_us = {launch:.3g}\n"
+            f"tflops = {law.peak / inverse / 1e12:.5g}\nx_us = {x_us:.4g}\n"
+            f"rest_us = {rest_us:.4g}\n"
         )
     for device, of_layouts in layouts(public).items():
-        values = "".join(f"{name} = {value:.3f}\n" for name, value in sorted(of_layouts.items()))
+        values = "".join(
+            f"{name} = {value:.3f}\n" for name, value in sorted(of_layouts.items())
+        )
         lines.append(f"[layouts.{device}]\n{values}")
     for device, kind in sorted({(d, "fp8" if k != "bf16" else k) for d, k in public}):
         by_width = defaultdict(list)
@@ -437,7 +458,10 @@ def table(public: Mapping[tuple[str, str], Products]) -> list[list[str]]:
         for shape, ratio in zip(law.shapes, law.ratios, strict=True):
             cells[tuple(int(x) for x in shape)][key] = str(round(1000 * ratio))
     head = ["m", "n", "k", *("/".join(key) for key in keys)]
-    return [head, *([*map(str, s), *(own.get(k, "") for k in keys)] for s, own in sorted(cells.items()))]
+    return [
+        head,
+        *([*map(str, s), *(own.get(k, "") for k in keys)] for s, own in sorted(cells.items())),
+    ]
 
 
 def write() -> None:
@@ -448,6 +472,49 @@ def write() -> None:
         csv.writer(file, lineterminator="\n").writerows(table(public))
 
 
+def held_out(public: Mapping[tuple[str, str], Products]) -> Iterator[str]:
+    """Yield the error of products whose width and depth were left out, one in five."""
+    for key in sorted(public):
+        own = public[key]
+        times_us = sustained(key, public)
+        widths = own.shapes[:, 1:]
+        order = np.random.default_rng(46).permutation(np.unique(widths, axis=0))
+        errors: list[float] = []
+        for fold in range(5):
+            is_out = (widths[:, None] == order[fold::5]).all(-1).any(-1)
+            law = Law.fit(own.shapes[~is_out], times_us[~is_out], peak_of(*key))
+            errors += list(np.abs(law.times_us(own.shapes[is_out]) / times_us[is_out] - 1))
+        yield f"{'/'.join(key):28} {len(errors):4} left out: {_sizes(errors)}"
+
+
+def of_own(own: Iterable[OwnTime]) -> Iterator[str]:
+    """Yield the error of our operators, whose products and forward passes were not fitted."""
+    errors = defaultdict(list)
+    for each in own:
+        is_kernel = isinstance(each.op, Gemm | Attention) and each.backend in (
+            "torch",
+            "flash",
+            "cudnn",
+        )
+        if not is_kernel or (each.op.flops or 0) < 1e9 or each.op.dtype is not DType.BF16:
+            continue
+        times = kernel_times(load_devices()[each.device])
+        time = times.time_of(each.op, Style.FUSED, is_flash=each.backend == "flash")
+        assert time
+        name = (
+            each.op.layout if isinstance(each.op, Gemm) else f"{each.op.phase} {each.backend}"
+        )
+        errors[f"{each.device} {name}"].append(time.time_s / each.time_s - 1)
+    for name, values in sorted(errors.items()):
+        mean = np.mean(values)
+        yield f"{name:28} {len(values):4} our own: {_sizes(values)}, mean {mean:+.1%}"
+
+
+def _sizes(errors: Sequence[float]) -> str:
+    sizes = np.abs(errors)
+    return f"median {np.median(sizes):.1%}, p90 {np.quantile(sizes, 0.9):.1%}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -455,6 +522,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("what", nargs="?", choices=("write",))
     if parser.parse_args(argv).what:
         write()
+        return
+    for line in (*held_out(public_products()), *of_own(own_times())):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ What has no measurement of the device follows a rule:
 - A narrow product without its casts has the law of public ones, which include the cast of x,
   without that cast. mxfp8 is like fp8 that is scaled by blocks.
 - K and V, which kernels of inference also write to a cache, do not count in attention.
-- What memory bounds has the share of the bandwidth that it reaches on Hopper, times the ratio of
-  the devices' plain elementwise kernels.
-- Products of experts are products of the rows of each expert, times the ratio that grouped ones
-  have to single ones.
+- What memory bounds has the share of the bandwidth that it reaches on Hopper, times the ratio
+  of the devices' plain elementwise kernels.
+- Products of experts are products of the rows of each expert, times the ratio that grouped
+  ones have to single ones.
 """
 
 import csv
@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache, cached_property
+from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -83,8 +83,8 @@ class KernelTime(NamedTuple):
 class AttentionLaw:
     """Time of causal attention: launch + FLOP / rate + c x elements of q and the result.
 
-    backward: time of a backward pass over that of a forward pass. flash, flash_backward: time of
-    FlashAttention-2's kernel over that of cuDNN's or FlashAttention-3's.
+    backward: time of a backward pass over that of a forward pass. flash, flash_backward: time
+    of FlashAttention-2's kernel over that of cuDNN's or FlashAttention-3's.
     """
 
     launch_s: float
@@ -139,11 +139,11 @@ class KernelTimes:
             return None
         if isinstance(op, Gemm | Bmm | GroupedGemm):
             time_s = self._product_s(op)
-            return time_s and KernelTime(time_s, self._basis_of(op.dtype))
-        if isinstance(op, Attention):
+        elif isinstance(op, Attention):
             time_s = self._attention_s(op, is_flash=is_flash)
-            return time_s and KernelTime(time_s, self._basis_of(op.dtype))
-        return self._memory_time(op, style)
+        else:
+            return self._memory_time(op, style)
+        return None if time_s is None else KernelTime(time_s, self._basis_of(op.dtype))
 
     def _basis_of(self, dtype: DType) -> Basis:
         is_known = dtype in (DType.BF16, DType.FP16) or dtype.is_narrow
@@ -196,8 +196,7 @@ class KernelTimes:
     @cache  # noqa: B019  # one object for each device
     def _laws(self, kind: str | None, faster: float) -> ProductLaw:
         bf16 = self.products[_BF16]
-        if kind in self.products:
-            narrow = self.products[kind]
+        if kind is not None and (narrow := self.products.get(kind)):
             return replace(narrow, launch_s=bf16.launch_s, x_s=bf16.x_s)
         return replace(bf16, flops_per_s=bf16.flops_per_s * faster)
 
@@ -306,7 +305,9 @@ def _like(device: DeviceSpec) -> DeviceSpec | None:
         for each in measured
         if (each.vendor, each.capability) == (device.vendor, device.capability)
     ]
-    own_first = sorted(alike, key=lambda each: abs(_ratio(device.hbm_bytes_per_s, each.hbm_bytes_per_s) - 1))
+    own_first = sorted(
+        alike, key=lambda each: abs(_ratio(device.hbm_bytes_per_s, each.hbm_bytes_per_s) - 1)
+    )
     return next((each for each in alike if each.key == device.key), None) or next(
         iter(own_first), None
     )

@@ -233,9 +233,7 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
         times_of_file=is_timed,
         device=device,
         device_name=device.names[0] if device else "unknown",
-        compute=sources(
-            device, file=file, settings=workload.settings, of_file=is_timed
-        ),
+        compute=sources(device, file=file, settings=workload.settings, of_file=is_timed),
         host_s=file.host_s if is_timed else no_host,
         host_is_known=is_timed and file.has_host,
     )

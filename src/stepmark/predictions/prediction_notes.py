@@ -59,7 +59,9 @@ def by_sheet(device: DeviceSpec) -> str:
     """Return whose measurements the times of a device are by data sheet."""
     like = kernel_times(device).like
     if like is None:
-        return f"by shares of the peak that AMD's devices reach, for want of any of {device.key}"
+        return (
+            f"by shares of the peak that AMD's devices reach, for want of any of {device.key}"
+        )
     text = f"by operators that were measured sustained on {like.key}"
     return text if like is device else f"{text}, with {device.key}'s peak and bandwidth"
 

@@ -90,7 +90,11 @@ def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
     """Return the time of a product or of attention, its rate, and what bounds it."""
     op = ComputeOp(op=case.op, phase=Phase.FWD, module="")
     is_product = work_of_op(op) in (Work.MATMUL, Work.ATTENTION)
-    cost = SheetCosts(device, {"attention_backend": case.backend})(op) if device and is_product else None
+    cost = (
+        SheetCosts(device, {"attention_backend": case.backend})(op)
+        if device and is_product
+        else None
+    )
     if device is None or cost is None:
         return dict.fromkeys(("predicted_s", "predicted_tflops", "bound"))
     return {
