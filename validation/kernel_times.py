@@ -380,8 +380,8 @@ HEAD = """\
 # attention: us = launch_us + FLOP / tflops + element_us (elements of q and the result) / 1e6,
 # by type and head width; causal FLOPs. kernels: attention's backward over its forward pass, and
 # FlashAttention-2's time over cuDNN's. grouped: products of experts over single ones. memory:
-# share of the memory bandwidth by operator, pass and style, on H100 and H200. elementwise: plain
-# elementwise kernels of other devices over those of Hopper.
+# share of the memory bandwidth by operator, pass and style, on H100 and H200. elementwise:
+# plain elementwise kernels of other devices over those of Hopper.
 """
 # Plain kernels: our copies 0.886 to 0.897 of the bandwidth, AdamW 0.72 to 0.79 (median 0.73),
 # casts to fp8 0.90; what several tensors' lists go through (norms, scale) as AdamW.
