@@ -156,8 +156,9 @@ class KernelTimes:
         if isinstance(op, GroupedGemm):
             return self._grouped_s(op, law)
         time_s = law.seconds(op.m, op.n, op.k) * self.layouts.get(op.layout, 1.0)
-        if isinstance(op, Bmm):  # one launch
-            return law.launch_s + op.batch * max(0.0, time_s - law.launch_s)
+        if isinstance(op, Bmm):  # one launch; all of them exceed the caches
+            work_s = op.batch * max(0.0, time_s - law.launch_s)
+            return max(law.launch_s + work_s, self._traffic_s(op))
         return time_s * (_UNALIGNED if self._is_unaligned(op) else 1.0)
 
     def _grouped_s(self, op: GroupedGemm, law: ProductLaw) -> float:
@@ -170,7 +171,13 @@ class KernelTimes:
                 Phase.WGRAD: (op.n, op.k, rows),
             }[op.phase]
             time_s += max(0.0, law.seconds(*shape) - law.launch_s)
-        return time_s * self.grouped * self.layouts.get(layouts[op.phase], 1.0)
+        time_s *= self.grouped * self.layouts.get(layouts[op.phase], 1.0)
+        return max(time_s, self._traffic_s(op))
+
+    def _traffic_s(self, op: Bmm | GroupedGemm) -> float:
+        """Return the seconds that a plain kernel needs for the operands."""
+        time = self._memory_time(Kernel(name="", bytes_moved=op.bytes_moved), Style.FUSED)
+        return time.time_s if time else 0.0
 
     def _is_unaligned(self, op: Gemm) -> bool:
         """Return whether rows of an operand begin between multiples of 16 bytes."""
