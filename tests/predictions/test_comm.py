@@ -90,7 +90,7 @@ def test_links_bound_what_no_curve_tells() -> None:
         assert time_s > large.bus_bytes(EIGHT) / 450e9
         assert time_s < large.bus_bytes(EIGHT) / 450e9 * 1.6
     assert costs(op("all_reduce", 2), EIGHT) > 1e-6  # latency
-    assert costs.sources["all_reduce"] is Source.ROOFLINE
+    assert costs.sources["all_reduce"] is Source.SHEET
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "alltoall"])
@@ -174,7 +174,7 @@ def test_other_ranks_have_the_constants_of_measured_curves() -> None:
     assert costs.sources == {"all_reduce": Source.SCALED, "all_gather": Source.SCALED}
     # Inside a host nothing was measured.
     assert costs(op("all_reduce", 2**22), EIGHT) == plain(op("all_reduce", 2**22), EIGHT)
-    assert costs.sources["all_reduce"] is Source.ROOFLINE
+    assert costs.sources["all_reduce"] is Source.SHEET
 
 
 def test_a_group_that_crosses_hosts_for_some_ranks_pays_for_all() -> None:

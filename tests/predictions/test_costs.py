@@ -14,7 +14,7 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.predictions.costs import (
     OperatorCosts,
     ProfiledCosts,
-    RooflineCosts,
+    SheetCosts,
     first_of,
     sources,
 )
@@ -212,30 +212,30 @@ def test_steps_are_combined_by_their_median() -> None:
     assert total_s(costs, of_case(CASE)) == pytest.approx(110e-9)
 
 
-def test_roofline_never_beats_the_data_sheet() -> None:
-    costs = RooflineCosts(load_devices()["h100-sxm"])
+def test_a_cost_by_data_sheet_never_beats_it() -> None:
+    costs = SheetCosts(load_devices()["h100-sxm"])
     for op in computations(of_case(CASE)):
         cost = costs(op)
         if cost is None:
             continue
-        assert cost.source is Source.ROOFLINE
+        assert cost.source in (Source.SHEET, Source.RULE)
         assert cost.total_s > (op.op.flops or 0) / 989.4e12
         assert cost.total_s > (op.op.bytes_moved or 0) / 3.35e12
     assert costs(ComputeOp(op=Kernel(name="x"), phase=Phase.FWD, module="x")) is None
 
 
-def test_roofline_reaches_the_published_shares_of_the_data_sheet() -> None:
-    """Products: 0.70 to 0.76 (SimuMax); AdamW: 3.41 of an H200's 4.8 TB/s (docs/diary)."""
+def test_costs_by_data_sheet_reach_measured_shares_of_it() -> None:
+    """Products: 0.60 to 0.73 (README of the data); AdamW: 3.50 of 4.8 TB/s (docs/diary)."""
     h200 = load_devices()["h200-sxm"]
-    costs = RooflineCosts(h200)
+    costs = SheetCosts(h200)
     gemm = Gemm(m=8192, n=8192, k=8192)
     product = costs(ComputeOp(op=gemm, phase=Phase.FWD, module="x"))
     assert product is not None
-    assert 0.70 <= gemm.flops / (h200.peak(gemm.dtype) or 0) / product.total_s <= 0.76
+    assert 0.66 <= gemm.flops / (h200.peak(gemm.dtype) or 0) / product.total_s <= 0.73
     (update,) = (op for op in computations(of_case(CASE)) if op.module == "update")
     step = costs(update)
     assert step is not None
-    assert (update.op.bytes_moved or 0) / step.total_s == pytest.approx(3.41e12, rel=0.01)
+    assert (update.op.bytes_moved or 0) / step.total_s == pytest.approx(3.50e12, rel=0.01)
 
 
 @pytest.mark.parametrize(("time_s", "known_s"), [(5e-8, None), (2e-7, 2e-7), (None, None)])
@@ -255,7 +255,7 @@ def test_the_first_source_that_knows_an_operation_counts() -> None:
     assert measured is not None
     assert estimated is not None
     assert (measured.total_s, measured.source) == (3e-6, Source.OPERATOR)
-    assert estimated.source is Source.ROOFLINE
+    assert estimated.source is Source.SHEET
 
 
 def test_kinds_of_work() -> None:

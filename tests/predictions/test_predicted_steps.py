@@ -190,7 +190,7 @@ def test_what_cannot_be_predicted_is_refused(run: Predict, words: str) -> None:
 
 # What is predicted, and what has to be said of it.
 NOTED = {
-    f"{SHEET} --compile --attention flash": "takes as long without --attention, --compile",
+    f"{SHEET} --compile --attention flash": "takes as long without --lr",
     f"{SHEET} --schedule micro --grad-accum 8": "takes as long without --schedule",
     f"{SHEET} --clip 2": "takes as long without --clip",
     SHEET: "the host's time is not known",
@@ -200,7 +200,7 @@ NOTED = {
     f"--from-run {GPT2} --what-if link=2x": "link has no effect",
     f"--from-run {GPT2} --what-if hbm=2x": "without --what-if the step takes",
     f"{WORDS[GPT2]} --calibration {GPT2} --device h100-sxm --force": "not of NVIDIA H100 80GB",
-    "w.json --device h200": "100% of the compute time is the data sheet's of NVIDIA H200",
+    "w.json --device h200": "of the compute time is by operators that were measured sustained on h200-sxm",
     f"w.json --calibration {GPT2}": f"run {GPT2} of 2026-11-23",
 }
 

@@ -181,7 +181,8 @@ class KernelTimes:
 
     def _is_unaligned(self, op: Gemm) -> bool:
         """Return whether rows of an operand begin between multiples of 16 bytes."""
-        if self.device.vendor != "nvidia" or self.device.capability < (9, 0):
+        is_old = self.device.vendor != "nvidia" or self.device.capability < (9, 0)
+        if is_old or op.dtype.is_narrow:
             return False
         lengths = {Layout.NT: (op.k, op.n), Layout.NN: (op.k, op.n), Layout.TN: (op.m, op.n)}
         rows = lengths.get(op.layout, (op.m, op.k, op.n))
