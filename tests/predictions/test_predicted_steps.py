@@ -200,7 +200,7 @@ NOTED = {
     f"--from-run {GPT2} --what-if link=2x": "link has no effect",
     f"--from-run {GPT2} --what-if hbm=2x": "without --what-if the step takes",
     f"{WORDS[GPT2]} --calibration {GPT2} --device h100-sxm --force": "not of NVIDIA H100 80GB",
-    "w.json --device h200": "of the compute time is by operators that were measured sustained on h200-sxm",
+    "w.json --device h200": "compute time is by operators that were measured sustained on h200",
     f"w.json --calibration {GPT2}": f"run {GPT2} of 2026-11-23",
 }
 
