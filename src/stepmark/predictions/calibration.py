@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 from stepmark.cases.case import OpCase, Rate
 from stepmark.cases.comm_curve import Curve
@@ -29,6 +29,7 @@ from stepmark.predictions.costs import (
     sources,
     times_by_work,
 )
+from stepmark.predictions.host_times import pass_times, passes_s
 from stepmark.predictions.inputs import Inputs, no_host
 from stepmark.step.trace_ops import COMPUTE, OpTable
 from stepmark.step.workload import CommOp, ComputeOp, Workload
@@ -46,7 +47,6 @@ from stepmark.workloads.rules.pytorch.case import of_case
 _MOST_BUSY = 1.1  # of a step, in kernels of compute: no stream has more
 _NOTABLE = 0.1  # scaling of computation on a host
 _NOTHING = OpCost(time_s={}, num_kernels=0.0)
-_PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 _PowerRecord = tuple[Measured, float, float]  # with mean clock and power
 _MOST_SHOWN = 4  # options in which a profile differs
 # Fields in which a calibration may differ from the case: costs are scaled. Those of the model
@@ -255,12 +255,6 @@ def _reduce(workload: Workload, trace: RankTrace) -> tuple[OpTable, RankParts]:
     return measured_ops(trace, workload=workload), rank_parts(trace, lambda _number: True)
 
 
-def _passes_s(record: Measured) -> dict[str, float]:
-    """Return the median times of the unprofiled passes, of those that were measured."""
-    samples = {name: getattr(record.training, field) for name, field in _PASSES.items()}
-    return {name: median(slowest_per_sample(own)) for name, own in samples.items() if own}
-
-
 def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
     """Return times of at most the unprofiled phases, and the time between operations."""
     # In a pipeline a pass also waits for other stages: how much of it is between operations is
@@ -270,7 +264,7 @@ def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
     rest_s = 0.0
     kernels = 0
     factors = dict[str, float]()
-    for name, pass_s in _passes_s(record).items():
+    for name, pass_s in passes_s(record).items():
         own = [op for op in table.ops if pass_of(op.key.phase) == name]
         total_s = sum(op.time_ns for op in own) * 1e-9 / num_steps
         factors[name] = min(1.0, pass_s / total_s) if total_s else 1.0
@@ -326,10 +320,7 @@ def _host_times(
     if record is None:
         notes.append("the host's time was not calibrated: it counts as ahead of the device")
         return no_host
-    counts = {"fwd": 0, "bwd": 0, "optim": 0}
-    for op in of_case(record.train).expand():
-        counts[pass_of(op.phase)] += isinstance(op, CommOp) or not op.is_wait
-    per_op = {n: time_s / counts[n] for n, time_s in _passes_s(record).items() if counts[n]}
+    per_op = {each.name: each.per_operation_s for each in pass_times(record)}
     return lambda op: per_op.get(pass_of(op.phase), 0.0)
 
 
