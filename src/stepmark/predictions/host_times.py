@@ -38,9 +38,10 @@ def pass_times(record: Measured) -> Iterator[PassTime]:
     computes = dict.fromkeys(_PASSES, 0)
     collectives = dict.fromkeys(_PASSES, 0)
     for op in of_case(record.train).expand():
-        is_collective = isinstance(op, CommOp)
-        counts = collectives if is_collective else computes
-        counts[pass_of(op.phase)] += is_collective or not op.is_wait
+        if isinstance(op, CommOp):
+            collectives[pass_of(op.phase)] += 1
+        elif not op.is_wait:
+            computes[pass_of(op.phase)] += 1
     for name, time_s in passes_s(record).items():
         if computes[name] + collectives[name]:
             yield PassTime(

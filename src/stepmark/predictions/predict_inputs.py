@@ -23,6 +23,7 @@ from stepmark.model.systems import network_of
 from stepmark.predictions.calibrate import HOST
 from stepmark.predictions.calibration import calibrated, nearest_profile
 from stepmark.predictions.costs import sources
+from stepmark.predictions.hosts import DEFAULT, HostTimes, find_host, launch_of
 from stepmark.predictions.inputs import Inputs, no_host
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.step.workload import Workload
@@ -98,12 +99,36 @@ def of_training(
     )
     if run is None:
         inputs.check_products()
-    inputs = calibrated(inputs, run, force=force) if run else inputs
+        inputs = _with_host(inputs, options)
+    else:
+        _refuse_host(options, "the calibration has the host's time")
+        inputs = calibrated(inputs, run, force=force)
     if options is None:
         with contextlib.suppress(ConfigError):  # of a device without a usual network
             return _with_network(inputs, None)
         return inputs
     return _with_network(inputs, options)
+
+
+def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
+    """Return the inputs with the host that options name, which is a typical one without them.
+
+    A step on a CPU has no host beside it.
+    """
+    case = inputs.case
+    if case is not None and case.device == "cpu":
+        _refuse_host(options, "a step on a CPU has no host of its own")
+        return inputs
+    host = find_host((options and options.host) or DEFAULT)
+    times = HostTimes(host, inputs.workload, launch_of(case))
+    return replace(
+        inputs, host_s=times, host_is_known=True, notes=(*inputs.notes, times.note())
+    )
+
+
+def _refuse_host(options: PredictOptions | None, reason: str) -> None:
+    if options and options.host:
+        raise ConfigError("host", options.host, f"left out: {reason}")
 
 
 def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
@@ -172,7 +197,7 @@ def _unused(
         except ConfigError:  # another option needs it
             continue
         parts = ((w.blocks, w.stages, w.groups) for w in (workload, step))
-        if operator.eq(*parts):
+        if operator.eq(*parts) and launch_of(without) is launch_of(case):
             names.append(name)
             train = fewer
     shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
@@ -235,9 +260,13 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
         host_is_known=is_timed and file.has_host,
     )
     if path is None:
-        if not is_timed:
+        if is_timed:
+            _refuse_host(options, "the file has times of its own")
+        else:
             inputs.check_products()
+            inputs = _with_host(inputs, options)
         return _with_network(inputs, options)
+    _refuse_host(options, "the calibration has the host's time")
     inputs = _with_network(calibrated(inputs, path, force=options.force), options)
     return replace(inputs, notes=(*inputs.notes, *_origin_notes(path, here)))
 

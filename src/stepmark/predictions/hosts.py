@@ -1,0 +1,149 @@
+"""The host's time for operations of a step that was not calibrated: data/host_times.toml."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from stepmark.cases.message import RECV, SEND
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import CompileScope
+from stepmark.ground.errors import not_one_of
+from stepmark.model.ops import Gemm, Phase
+from stepmark.step.workload import FSDP, FSDP_REDUCE, CommOp, ComputeOp, Operation, Workload
+
+DEFAULT = "typical"
+_EXPERTS = ("mlp.router", "mlp.experts")
+_SCOPES = (CompileScope.BLOCK, CompileScope.LAYERS, CompileScope.MODEL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A measured host, with its time for an eager operation of a pass.
+
+    origin: the machine and the date of the measurement.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    origin: str
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    text = files("stepmark").joinpath("data", "host_times.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@cache
+def load_hosts() -> Mapping[str, Host]:
+    """Return the hosts of host_times.toml by name."""
+    return {
+        name: Host(
+            name=name,
+            forward_s=table["forward_us"] * 1e-6,
+            backward_s=table["backward_us"] * 1e-6,
+            origin=f"{table['date']} on {table['machine']}",
+        )
+        for name, table in _tables()["hosts"].items()
+    }
+
+
+def find_host(name: str) -> Host:
+    """Return the host of this name. Raises ConfigError."""
+    hosts = load_hosts()
+    if name not in hosts:
+        raise not_one_of("host", name, [*hosts])
+    return hosts[name]
+
+
+@cache
+def _ratio(name: str) -> float:
+    """Return the time of an operation over that of an eager one on the same host."""
+    ratio: float = _tables()["ratios"][name]["ratio"]
+    return ratio
+
+
+class Launch(StrEnum):
+    """How the host launches the computation of layers."""
+
+    EAGER = "eager"
+    COMPILED = "compiled"
+    GRAPH = "graph"  # the step is one CUDA graph
+
+
+def launch_of(case: TrainCase | None) -> Launch:
+    """Return how a case is launched; None: a job of a framework, which counts as eager."""
+    if case is None:
+        return Launch.EAGER
+    if case.cuda_graph:
+        return Launch.GRAPH
+    return Launch.COMPILED if case.compile in _SCOPES else Launch.EAGER
+
+
+class HostTimes:
+    """The host's time for each operation of a workload, in seconds."""
+
+    def __init__(self, host: Host, workload: Workload, launch: Launch = Launch.EAGER) -> None:
+        self.host = host
+        self.launch = launch
+        self._is_pytorch = workload.rules == "pytorch"
+        self._update_ratio = _update_ratio(workload)
+
+    def __call__(self, op: Operation) -> float:
+        if self.launch is Launch.GRAPH:  # one launch
+            return 0.0
+        is_forward = op.phase is Phase.FWD
+        eager_s = self.host.forward_s if is_forward else self.host.backward_s
+        if isinstance(op, CommOp):
+            return eager_s * _ratio(self._collective(op))
+        return eager_s * self._compute_ratio(op)
+
+    def note(self) -> str:
+        """Return which host it is, its time for an operation, and where this is from."""
+        if self.launch is Launch.GRAPH:
+            return "host time: the step is one CUDA graph, which the host launches at once"
+        host = self.host
+        forward_us = host.forward_s * self._launch_ratio * 1e6
+        text = f"{forward_us:.0f} us per {self.launch} forward operation"
+        return f"host time: {host.name}, {text} (measured {host.origin})"
+
+    @property
+    def _launch_ratio(self) -> float:
+        return _ratio("compiled") if self.launch is Launch.COMPILED else 1.0
+
+    def _collective(self, op: CommOp) -> str:
+        """Return what a call of communication is in host_times.toml."""
+        if op.collective in (SEND, RECV):
+            return "transfer"
+        if op.stream in (FSDP, FSDP_REDUCE):
+            return "fsdp_collective"
+        is_of_layers = op.phase is not Phase.OPTIM
+        if self._is_pytorch and op.group == "tp" and is_of_layers:
+            return "dtensor_collective"
+        return "collective"
+
+    def _compute_ratio(self, op: ComputeOp) -> float:
+        if op.phase is Phase.OPTIM:
+            return self._update_ratio
+        if op.module.startswith(_EXPERTS):
+            return _ratio("experts")
+        is_fp8 = isinstance(op.op, Gemm) and op.op.dtype.is_narrow
+        return self._launch_ratio * (_ratio("fp8") if is_fp8 else 1.0)
+
+
+def _update_ratio(workload: Workload) -> float:
+    """Return the ratio of an operation of the optimizer, which goes through all layers."""
+    num_layers = workload.model.num_layers if workload.model else 0
+    operations = sum(
+        count
+        for op, count in workload.issued().items()
+        if isinstance(op, ComputeOp) and op.phase is Phase.OPTIM
+    )
+    if not num_layers or not operations:
+        return 1.0
+    return _ratio("optimizer_per_layer") * num_layers / operations
