@@ -69,7 +69,7 @@ class Outcome:
 
 
 @cache
-def outcome_of(job: PublishedJob, host: str | None) -> Outcome:
+def outcome_of(job: PublishedJob, host: str | None = None) -> Outcome:
     """Predict a job once on a host of this name. Raises ConfigError."""
     workload = RULES[job.framework].workload(job.job, job.settings)
     prediction = predict(inputs_of(PredictOptions(device=job.device, host=host), workload))
@@ -120,7 +120,7 @@ class Scored:
         return self.outcome.flops / (self.published_s * int(self.row["gpus"]))
 
 
-def score(row: Row, host: str | None) -> Scored:
+def score(row: Row, host: str | None = None) -> Scored:
     """Return a row with its prediction, or with the reason of its refusal."""
     try:
         return Scored(row, outcome_of(job_of(row), host))
@@ -329,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("score", nargs="?", choices=("said", "steps", "playbook", "memory"))
     for name, file in NAMES.items():
         parser.add_argument(f"--{name}", type=Path, default=file, metavar="CSV")
-    parser.add_argument("--host", help="slow, typical or fast, as of stepmark predict")
+    parser.add_argument("--host", help="of stepmark predict: slow, typical or fast [typical]")
     parser.add_argument("-v", action="store_true", dest="is_verbose", help="print every row")
     options = parser.parse_args(argv)
     wanted = [options.score] if options.score else ["said", "steps", "playbook", "memory"]

@@ -259,14 +259,14 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
         host_s=file.host_s if is_timed else no_host,
         host_is_known=is_timed and file.has_host,
     )
+    if is_timed:
+        _refuse_host(options, "the file has times of its own")
+    else:
+        inputs = _with_host(inputs, options)
     if path is None:
-        if is_timed:
-            _refuse_host(options, "the file has times of its own")
-        else:
+        if not is_timed:
             inputs.check_products()
-            inputs = _with_host(inputs, options)
         return _with_network(inputs, options)
-    _refuse_host(options, "the calibration has the host's time")
     inputs = _with_network(calibrated(inputs, path, force=options.force), options)
     return replace(inputs, notes=(*inputs.notes, *_origin_notes(path, here)))
 
