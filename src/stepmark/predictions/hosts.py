@@ -1,5 +1,6 @@
 """The host's time for operations of a step that was not calibrated: data/host_times.toml."""
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from stepmark.cases.message import RECV, SEND
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope
 from stepmark.ground.errors import not_one_of
-from stepmark.model.ops import Gemm, Phase
+from stepmark.model.ops import Phase
 from stepmark.step.workload import FSDP, FSDP_REDUCE, CommOp, ComputeOp, Operation, Workload
 
 DEFAULT = "typical"
@@ -61,11 +62,10 @@ def find_host(name: str) -> Host:
     return hosts[name]
 
 
-@cache
-def _ratio(name: str) -> float:
-    """Return the time of an operation over that of an eager one on the same host."""
-    ratio: float = _tables()["ratios"][name]["ratio"]
-    return ratio
+def ratio(kind: str) -> float:
+    """Return the time of an operation of a kind over that of an eager one."""
+    value: float = _tables()["ratios"][kind]["ratio"]
+    return value
 
 
 class Launch(StrEnum):
@@ -92,58 +92,56 @@ class HostTimes:
         self.host = host
         self.launch = launch
         self._is_pytorch = workload.rules == "pytorch"
-        self._update_ratio = _update_ratio(workload)
+        self._layers_per_update = _layers_per_update(workload)
 
     def __call__(self, op: Operation) -> float:
         if self.launch is Launch.GRAPH:  # one launch
             return 0.0
         is_forward = op.phase is Phase.FWD
         eager_s = self.host.forward_s if is_forward else self.host.backward_s
-        if isinstance(op, CommOp):
-            return eager_s * _ratio(self._collective(op))
-        return eager_s * self._compute_ratio(op)
+        return eager_s * self.amount(op) * math.prod(map(ratio, self.kinds(op)))
 
     def note(self) -> str:
         """Return which host it is, its time for an operation, and where this is from."""
         if self.launch is Launch.GRAPH:
             return "host time: the step is one CUDA graph, which the host launches at once"
         host = self.host
-        forward_us = host.forward_s * self._launch_ratio * 1e6
-        text = f"{forward_us:.0f} us per {self.launch} forward operation"
+        is_compiled = self.launch is Launch.COMPILED
+        forward_s = host.forward_s * (ratio("compiled") if is_compiled else 1.0)
+        text = f"{forward_s * 1e6:.0f} us per {self.launch} forward operation"
         return f"host time: {host.name}, {text} (measured {host.origin})"
 
-    @property
-    def _launch_ratio(self) -> float:
-        return _ratio("compiled") if self.launch is Launch.COMPILED else 1.0
+    def amount(self, op: Operation) -> float:
+        """Return the layers that an operation of the optimizer goes through; 1 for others."""
+        is_update = isinstance(op, ComputeOp) and op.phase is Phase.OPTIM
+        return self._layers_per_update if is_update else 1.0
+
+    def kinds(self, op: Operation) -> tuple[str, ...]:
+        """Return the kinds of an operation, whose ratios multiply; (): it is eager."""
+        if isinstance(op, CommOp):
+            return (self._collective(op),)
+        if op.phase is Phase.OPTIM:
+            return ("optimizer",)
+        if self.launch is Launch.COMPILED:  # experts as well, whose kernels are fused then
+            return ("compiled",)
+        return ("experts",) if op.module.startswith(_EXPERTS) else ()
 
     def _collective(self, op: CommOp) -> str:
-        """Return what a call of communication is in host_times.toml."""
         if op.collective in (SEND, RECV):
             return "transfer"
         if op.stream in (FSDP, FSDP_REDUCE):
             return "fsdp_collective"
-        is_of_layers = op.phase is not Phase.OPTIM
-        if self._is_pytorch and op.group == "tp" and is_of_layers:
+        if self._is_pytorch and op.group == "tp" and op.phase is not Phase.OPTIM:
             return "dtensor_collective"
         return "collective"
 
-    def _compute_ratio(self, op: ComputeOp) -> float:
-        if op.phase is Phase.OPTIM:
-            return self._update_ratio
-        if op.module.startswith(_EXPERTS):
-            return _ratio("experts")
-        is_fp8 = isinstance(op.op, Gemm) and op.op.dtype.is_narrow
-        return self._launch_ratio * (_ratio("fp8") if is_fp8 else 1.0)
 
-
-def _update_ratio(workload: Workload) -> float:
-    """Return the ratio of an operation of the optimizer, which goes through all layers."""
+def _layers_per_update(workload: Workload) -> float:
+    """Return the layers by operations of the optimizer; 1 where layers are not known."""
     num_layers = workload.model.num_layers if workload.model else 0
     operations = sum(
         count
         for op, count in workload.issued().items()
         if isinstance(op, ComputeOp) and op.phase is Phase.OPTIM
     )
-    if not num_layers or not operations:
-        return 1.0
-    return _ratio("optimizer_per_layer") * num_layers / operations
+    return num_layers / operations if num_layers and operations else 1.0
