@@ -9,7 +9,7 @@ turn eager and compiled; what matters most is measured first, and nothing begins
 --seconds. The first line has the machine and its launch: of a small kernel in a loop, eagerly.
 
 fit: prints the constants of src/stepmark/data/host_times.toml: hosts, and ratios of kinds of
-operations to an eager one, with the least sum of absolute errors of log times over the passes
+operations to an eager one, with the least squares of errors of log times over the passes
 of data/host-times.csv and of the host's part of the calibrations in results/. Steps of one
 layer are left out, because what surrounds layers outweighs it, and experts of calibrations,
 which ran one by one then.
@@ -79,8 +79,8 @@ STEPS: tuple[tuple[str, str], ...] = (
 NUM_LAUNCHES = 2000
 TABLE = ROOT / "validation" / "data" / "host-times.csv"
 FOUR_H100 = "h100-x4-predictions"  # three runs on one machine
-SMALLEST_STEP = 0.005
-TINY = 1e-9
+SMALLEST_STEP = 1e-4
+TINY = 1e-12
 
 
 def launch_s(device: str) -> float:
@@ -213,7 +213,7 @@ def fit() -> None:
 
     def error() -> float:
         return fmean(
-            abs(math.log(_predicted(each, eager_s, ratios) / each.time_s)) for each in samples
+            math.log(_predicted(each, eager_s, ratios) / each.time_s) ** 2 for each in samples
         )
 
     values = [
@@ -225,7 +225,7 @@ def fit() -> None:
         improved = [_is_improved(table, key, step, error) for table, key in values]
         if not any(improved):
             step /= 2
-    print(f"{len(samples)} passes, mean error of the logarithm {error():.2f}")
+    print(f"{len(samples)} passes, standard error of the logarithm {math.sqrt(error()):.2f}")
     for host in sorted({host for host, _ in eager_s}):
         forward_us, backward_us = (eager_s[host, way] * 1e6 for way in (True, False))
         print(f"{host}: forward {forward_us:.0f} us, backward {backward_us:.0f} us")

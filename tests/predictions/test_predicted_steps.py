@@ -195,7 +195,7 @@ NOTED = {
     ),
     f"{SHEET} --schedule micro --grad-accum 8": "takes as long without --schedule",
     f"{SHEET} --clip 2": "takes as long without --clip",
-    SHEET: "host time: typical, 96 us per eager forward operation (measured 2026-11-24",
+    SHEET: "host time: typical, 109 us per eager forward operation (measured 2026-11-29",
     f"{SHEET} --nproc 64": "are by the links of dgx-h100 and published curves",
     f"{SHEET} --nproc 4 --curve nccl.txt": "links of h100-sxm, fitted to measured curves",
     "llama-3.1-8b --nproc 144 --device gb200": "by the links of gb200-nvl72",
