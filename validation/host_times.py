@@ -189,7 +189,7 @@ def tabled() -> Iterator[PassSample]:
     for row in rows:
         values = {
             "models": [row["model"]],
-            "strategy": [row["strategy"]],
+            "strategy": row["strategy"],
             "nproc": row["ranks"],
             "num_layers": int(row["layers"]),
             "seq_len": 64,
