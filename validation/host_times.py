@@ -45,8 +45,8 @@ from stepmark.predictions.host_times import pass_times, passes_s  # noqa: E402
 from stepmark.predictions.hosts import (  # noqa: E402
     DEFAULT,
     HostTimes,
-    find_host,
     launch_of,
+    load_hosts,
     ratio,
 )
 from stepmark.predictions.predict_inputs import inputs_of  # noqa: E402
@@ -158,7 +158,7 @@ class PassSample:
 def samples_of(host: str, case: TrainCase, times_s: dict[str, float]) -> Iterator[PassSample]:
     """Yield the passes of a step."""
     workload = of_case(case)
-    times = HostTimes(find_host(DEFAULT), workload, launch_of(case))
+    times = HostTimes(load_hosts()[DEFAULT], workload, launch_of(case))
     amounts: defaultdict[str, Counter[tuple[bool, tuple[str, ...]]]] = defaultdict(Counter)
     for op in workload.expand():
         if not (isinstance(op, ComputeOp) and op.is_wait):

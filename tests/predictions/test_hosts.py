@@ -164,20 +164,32 @@ REFUSED = {
     f"{SMALL} --host fats": "host fats is invalid: did you mean fast?",
     f"--from-run {GPT2} --host fast": "left out: the calibration has the host's time",
     f"{WORDS[GPT2]} --calibration {GPT2} --device h200 --host fast": "left out: the calibr",
+    f"{SMALL} --host {GPT2}": f"host {GPT2} is invalid: it must be a run with the host's part",
+    f"w.json --device h200 --host {GPT2}": "slow, typical, fast: a run has the host of its own",
     "timed.json --host fast": "left out: the file has times of its own",
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_hosts_that_are_refused(run: Predict, runs: Path, words: str) -> None:
-    words_of_file = (
-        "--model gpt2-125m --framework fsdp --world-size 4 --compute-from roofline:h200"
-    )
-    file = runs.parent / "timed.json"
-    assert main.status(["workload", "generate", *words_of_file.split(), "-o", str(file)]) == 0
+    job = ["workload", "generate", "--model", "gpt2-125m", "--framework", "fsdp"]
+    job += ["--world-size", "4", "-o"]
+    assert main.status([*job, str(runs.parent / "w.json")]) == 0
+    timed = [str(runs.parent / "timed.json"), "--compute-from", "roofline:h200"]
+    assert main.status([*job, *timed]) == 0
     code, document, error = run(words)
     assert (code, document) == (2, None)
     assert REFUSED[words] in error
+
+
+def test_a_run_has_the_host_of_a_step_on_another_device(run: Predict) -> None:
+    """The calibrated step with all layers, whose host takes as long on any device."""
+    words = f"{WORDS[GPT2]} --mbs 1 --device"
+    _, calibrated, _ = run(f"{words} h200 --calibration {GPT2}")
+    _, other, _ = run(f"{words} b200 --host {GPT2}")
+    assert calibrated["bound"] == other["bound"] == "host"
+    assert other["step_s"] == pytest.approx(calibrated["step_s"], rel=1e-3)
+    assert any(f"the host's part of run {GPT2}" in note for note in other["notes"])
 
 
 def test_launches_have_names() -> None:

@@ -1,7 +1,7 @@
 """What a calibration run measured, as inputs of a prediction."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from stepmark.predictions.costs import (
     times_by_work,
 )
 from stepmark.predictions.host_times import pass_times, passes_s
-from stepmark.predictions.inputs import Inputs, no_host
+from stepmark.predictions.inputs import HostOf, Inputs, no_host
 from stepmark.step.trace_ops import COMPUTE, OpTable
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.store.view import median_s, read_with_warnings
@@ -300,10 +300,24 @@ def _unscaled(model: ModelConfig) -> dict[str, object]:
     }
 
 
-def _host_times(
-    steps: Iterable[Measured], case: TrainCase, notes: list[str]
-) -> Callable[[ComputeOp | CommOp], float]:
-    """Return the host's time for an operation, by pass, from a step of tiny widths."""
+def host_of_run(path: Path, case: TrainCase) -> HostOf:
+    """Return the host's time for an operation of a case, as a run of its host's part has it.
+
+    Raises ConfigError for a run without this part of such a step.
+    """
+    records = [each for each in read_with_warnings(path).latest if isinstance(each, Measured)]
+    steps = [record for record in records if isinstance(record.case, TrainCase)]
+    record = _host_record(steps, case)
+    if record is None:
+        part = f"the host's part of {case.model.name} {case.strategy}"
+        raise ConfigError(
+            "host", path.name, f"a run with {part}; stepmark calibrate measures it"
+        )
+    return _per_operation(record)
+
+
+def _host_record(steps: Iterable[Measured], case: TrainCase) -> Measured | None:
+    """Return the step of tiny widths that is nearest to the case; None: there is none."""
 
     def is_like_it(record: Measured) -> bool:
         own = record.train
@@ -316,12 +330,22 @@ def _host_times(
         # The step itself may be among them: it has more tokens.
         return record.train.grad_accum != case.grad_accum, record.train.tokens_per_step
 
-    record = min(filter(is_like_it, steps), key=distance, default=None)
+    return min(filter(is_like_it, steps), key=distance, default=None)
+
+
+def _per_operation(record: Measured) -> HostOf:
+    """Return the host's time for an operation, by pass."""
+    per_op = {each.name: each.per_operation_s for each in pass_times(record)}
+    return lambda op: per_op.get(pass_of(op.phase), 0.0)
+
+
+def _host_times(steps: Iterable[Measured], case: TrainCase, notes: list[str]) -> HostOf:
+    """Return the host's time for an operation; none where it was not calibrated."""
+    record = _host_record(steps, case)
     if record is None:
         notes.append("the host's time was not calibrated: it counts as ahead of the device")
         return no_host
-    per_op = {each.name: each.per_operation_s for each in pass_times(record)}
-    return lambda op: per_op.get(pass_of(op.phase), 0.0)
+    return _per_operation(record)
 
 
 def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainCase, int, int]]:

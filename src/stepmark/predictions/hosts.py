@@ -12,7 +12,6 @@ from typing import Any
 from stepmark.cases.message import RECV, SEND
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope
-from stepmark.ground.errors import not_one_of
 from stepmark.model.ops import Phase
 from stepmark.step.workload import FSDP, FSDP_REDUCE, CommOp, ComputeOp, Operation, Workload
 
@@ -52,14 +51,6 @@ def load_hosts() -> Mapping[str, Host]:
         )
         for name, table in _tables()["hosts"].items()
     }
-
-
-def find_host(name: str) -> Host:
-    """Return the host of this name. Raises ConfigError."""
-    hosts = load_hosts()
-    if name not in hosts:
-        raise not_one_of("host", name, [*hosts])
-    return hosts[name]
 
 
 def ratio(kind: str) -> float:

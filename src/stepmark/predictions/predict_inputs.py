@@ -14,17 +14,17 @@ from stepmark.cases.record import Measured, RunInfo
 from stepmark.cases.train_case import TrainCase
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.collectives.network_fit import placement_of, with_hosts_of
-from stepmark.ground.errors import ConfigError
+from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
 from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
 from stepmark.model.network_options import NetworkChoice
 from stepmark.model.systems import network_of
 from stepmark.predictions.calibrate import HOST
-from stepmark.predictions.calibration import calibrated, nearest_profile
+from stepmark.predictions.calibration import calibrated, host_of_run, nearest_profile
 from stepmark.predictions.costs import sources
-from stepmark.predictions.hosts import DEFAULT, HostTimes, find_host, launch_of
-from stepmark.predictions.inputs import Inputs, no_host
+from stepmark.predictions.hosts import DEFAULT, HostTimes, launch_of, load_hosts
+from stepmark.predictions.inputs import HostOf, Inputs, no_host
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.step.workload import Workload
 from stepmark.store.reader import find_run, list_runs, read_info, read_records
@@ -113,17 +113,29 @@ def of_training(
 def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
     """Return the inputs with the host that options name, which is a typical one without them.
 
-    A step on a CPU has no host beside it.
+    Raises ConfigError.
     """
     case = inputs.case
-    if case is not None and case.device == "cpu":
-        _refuse_host(options, "a step on a CPU has no host of its own")
-        return inputs
-    host = find_host((options and options.host) or DEFAULT)
-    times = HostTimes(host, inputs.workload, launch_of(case))
-    return replace(
-        inputs, host_s=times, host_is_known=True, notes=(*inputs.notes, times.note())
-    )
+    name = (options and options.host) or DEFAULT
+    host_s: HostOf
+    if options is None or name in load_hosts():
+        host_s = times = HostTimes(load_hosts()[name], inputs.workload, launch_of(case))
+        note = times.note()
+    else:
+        path = _run_of_host(options.runs, name)
+        if case is None:
+            allowed = f"one of {', '.join(load_hosts())}: a run has the host of its own step"
+            raise ConfigError("host", name, allowed)
+        host_s = host_of_run(path, case)
+        note = f"host time: the host's part of run {path.name}"
+    return replace(inputs, host_s=host_s, host_is_known=True, notes=(*inputs.notes, note))
+
+
+def _run_of_host(runs: Path, name: str) -> Path:
+    try:
+        return find_run(runs, name)
+    except ConfigError:
+        raise not_one_of("host", name, load_hosts(), " or a run") from None
 
 
 def _refuse_host(options: PredictOptions | None, reason: str) -> None:

@@ -60,8 +60,8 @@ class Basis:
         "predict for this device, e.g. h200, from its data sheet", names="device"
     )
     host: str | None = flag(
-        "by data sheet, the host's time for an operation: slow, typical, fast [typical]",
-        metavar="NAME",
+        "by data sheet, the host: slow, typical, fast, or a run with its part [typical]",
+        metavar="NAME|RUN",
         rare=True,
     )
     curve: str | None = flag("measured times of collectives: a run or nccl-tests files")
