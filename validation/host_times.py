@@ -158,7 +158,7 @@ class PassSample:
 def samples_of(host: str, case: TrainCase, times_s: dict[str, float]) -> Iterator[PassSample]:
     """Yield the passes of a step."""
     workload = of_case(case)
-    times = HostTimes(load_hosts()[DEFAULT], workload, launch_of(case))
+    times = HostTimes(load_hosts()[DEFAULT], workload, launch_of(workload, case))
     amounts: defaultdict[str, Counter[tuple[bool, tuple[str, ...]]]] = defaultdict(Counter)
     for op in workload.expand():
         if not (isinstance(op, ComputeOp) and op.is_wait):

@@ -67,10 +67,14 @@ class Launch(StrEnum):
     GRAPH = "graph"  # the step is one CUDA graph
 
 
-def launch_of(case: TrainCase | None) -> Launch:
-    """Return how a case is launched; None: a job of a framework, which counts as eager."""
+def launch_of(workload: Workload, case: TrainCase | None) -> Launch:
+    """Return how the host launches a step.
+
+    case: of stepmark train; None: a job of a framework, which is eager but for products in
+    pieces, which torch.compile makes.
+    """
     if case is None:
-        return Launch.EAGER
+        return Launch.COMPILED if workload.settings.get("async_tp") else Launch.EAGER
     if case.cuda_graph:
         return Launch.GRAPH
     return Launch.COMPILED if case.compile in _SCOPES else Launch.EAGER

@@ -119,7 +119,9 @@ def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
     name = (options and options.host) or DEFAULT
     host_s: HostOf
     if options is None or name in load_hosts():
-        host_s = times = HostTimes(load_hosts()[name], inputs.workload, launch_of(case))
+        host_s = times = HostTimes(
+            load_hosts()[name], inputs.workload, launch_of(inputs.workload, case)
+        )
         note = times.note()
     else:
         path = _run_of_host(options.runs, name)
@@ -209,7 +211,7 @@ def _unused(
         except ConfigError:  # another option needs it
             continue
         parts = ((w.blocks, w.stages, w.groups) for w in (workload, step))
-        if operator.eq(*parts) and launch_of(without) is launch_of(case):
+        if operator.eq(*parts) and launch_of(step, without) is launch_of(workload, case):
             names.append(name)
             train = fewer
     shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
