@@ -3,6 +3,7 @@
     python validation/host_times.py measure > host-times.csv
     python validation/host_times.py measure --device cpu --scale tiny --seconds 120
     python validation/host_times.py fit
+    python validation/host_times.py score
 
 measure: the steps are so small that the host bounds them. Those of one rank and of two are in
 turn eager and compiled; what matters most is measured first, and nothing begins after
@@ -13,6 +14,10 @@ operations to an eager one, with the least squares of errors of log times over t
 of data/host-times.csv and of the host's part of the calibrations in results/. Steps of one
 layer are left out, because what surrounds layers outweighs it, and experts of calibrations,
 which ran one by one then.
+
+score: prints the errors of our own measured steps of results/ by data sheet, with each host and
+with none, where a typical host bounds the step. The fit has the small steps of the same
+machines, not these.
 """
 
 import argparse
@@ -24,9 +29,9 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -38,6 +43,7 @@ from stepmark.cases.record import Measured  # noqa: E402
 from stepmark.cases.train_case import TrainCase  # noqa: E402
 from stepmark.cases.training import Recompute  # noqa: E402
 from stepmark.ground.options import build  # noqa: E402
+from stepmark.ground.stats import slowest_per_sample  # noqa: E402
 from stepmark.model.ops import Phase  # noqa: E402
 from stepmark.predictions.calibrate import HOST  # noqa: E402
 from stepmark.predictions.costs import pass_of  # noqa: E402
@@ -49,7 +55,9 @@ from stepmark.predictions.hosts import (  # noqa: E402
     load_hosts,
     ratio,
 )
-from stepmark.predictions.predict_inputs import inputs_of  # noqa: E402
+from stepmark.predictions.inputs import no_host  # noqa: E402
+from stepmark.predictions.predict import predict  # noqa: E402
+from stepmark.predictions.predict_inputs import inputs_of, of_training  # noqa: E402
 from stepmark.predictions.predict_options import PredictOptions  # noqa: E402
 from stepmark.step.workload import ComputeOp  # noqa: E402
 from stepmark.store.reader import list_runs  # noqa: E402
@@ -138,6 +146,34 @@ def rows(out: Path) -> Iterator[tuple[object, ...]]:
                     each.num_collectives,
                     f"{each.per_operation_s * 1e6:.1f}",
                 )
+
+
+def score() -> None:
+    """Print the errors of measured steps that a typical host bounds."""
+    errors = defaultdict[str, list[float]](list)
+    for path in sorted(list_runs(ROOT / "results")):
+        run = read_with_warnings(path)
+        device = run.info.environment.devices[0].name
+        for record in run.latest:
+            if not isinstance(record, Measured) or not isinstance(record.case, TrainCase):
+                continue
+            case = record.case
+            if case.labels or record.training is None:
+                continue
+            step_s = fmean(slowest_per_sample(record.samples.seconds)) * record.training.cycle
+            inputs = {
+                name: of_training(case, None, device, options=PredictOptions(host=name))
+                for name in load_hosts()
+            }
+            inputs["no host"] = replace(inputs[DEFAULT], host_s=no_host)
+            predictions = {name: predict(own) for name, own in inputs.items()}
+            if predictions[DEFAULT].step.is_host_bound:
+                for name, prediction in predictions.items():
+                    errors[name].append(prediction.step_s / step_s - 1)
+    for name, own in errors.items():
+        sizes = [abs(error) for error in own]
+        shown = f"mean {fmean(sizes):.1%}, median {median(sizes):.1%}, signed {fmean(own):+.1%}"
+        print(f"{name:8} {len(own)} steps: {shown}")
 
 
 def cpu_name() -> str:
@@ -259,14 +295,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=("measure", "fit"))
+    parser.add_argument("action", choices=("measure", "fit", "score"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, default=8, help="layers of the steps")
     parser.add_argument("--scale", help="of all models, instead of their own")
     parser.add_argument("--seconds", type=float, default=240.0, help="time for all")
     options = parser.parse_args(argv)
-    if options.action == "fit":
-        fit()
+    if options.action != "measure":
+        fit() if options.action == "fit" else score()
         return
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     launch_us = launch_s(options.device) * 1e6
