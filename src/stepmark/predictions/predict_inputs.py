@@ -24,7 +24,7 @@ from stepmark.predictions.calibrate import HOST
 from stepmark.predictions.calibration import calibrated, host_of_run, nearest_profile
 from stepmark.predictions.costs import sources
 from stepmark.predictions.hosts import DEFAULT, HostTimes, launch_of, load_hosts
-from stepmark.predictions.inputs import HostOf, Inputs, no_host
+from stepmark.predictions.inputs import HostOf, Inputs
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.step.workload import Workload
 from stepmark.store.reader import find_run, list_runs, read_info, read_records
@@ -270,10 +270,10 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
         device=device,
         device_name=device.names[0] if device else "unknown",
         compute=sources(device, file=file, of_file=is_timed),
-        host_s=file.host_s if is_timed else no_host,
-        host_is_known=is_timed and file.has_host,
+        host_s=file.host_s,
+        host_is_known=file.has_host,
     )
-    if is_timed:
+    if is_timed or file.has_host:  # also for another device
         _refuse_host(options, "the file has times of its own")
     else:
         inputs = _with_host(inputs, options)
