@@ -69,10 +69,10 @@ class Outcome:
 
 
 @cache
-def outcome_of(job: PublishedJob) -> Outcome:
-    """Predict a job once. Raises ConfigError."""
+def outcome_of(job: PublishedJob, host: str | None = None) -> Outcome:
+    """Predict a job once on a host of this name. Raises ConfigError."""
     workload = RULES[job.framework].workload(job.job, job.settings)
-    prediction = predict(inputs_of(PredictOptions(device=job.device), workload))
+    prediction = predict(inputs_of(PredictOptions(device=job.device, host=host), workload))
     return Outcome(step_s=prediction.step_s, flops=_flops(prediction))
 
 
@@ -120,10 +120,10 @@ class Scored:
         return self.outcome.flops / (self.published_s * int(self.row["gpus"]))
 
 
-def score(row: Row) -> Scored:
+def score(row: Row, host: str | None = None) -> Scored:
     """Return a row with its prediction, or with the reason of its refusal."""
     try:
-        return Scored(row, outcome_of(job_of(row)))
+        return Scored(row, outcome_of(job_of(row), host))
     except ConfigError:
         return Scored(row, None, refusal_of(row))
 
@@ -329,6 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("score", nargs="?", choices=("said", "steps", "playbook", "memory"))
     for name, file in NAMES.items():
         parser.add_argument(f"--{name}", type=Path, default=file, metavar="CSV")
+    parser.add_argument("--host", help="of stepmark predict: slow, typical or fast [typical]")
     parser.add_argument("-v", action="store_true", dest="is_verbose", help="print every row")
     options = parser.parse_args(argv)
     wanted = [options.score] if options.score else ["said", "steps", "playbook", "memory"]
@@ -337,9 +338,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "said" in wanted:
         print_said([*read_rows(options.layouts), *read_rows(options.steps)])
     if "steps" in wanted:
-        steps = [score(row) for row in read_rows(options.steps)]
+        steps = [score(row, options.host) for row in read_rows(options.steps)]
     if "playbook" in wanted or "steps" in wanted:
-        playbook = [score(playbook_row(row)) for row in read_rows(options.playbook)]
+        rows = map(playbook_row, read_rows(options.playbook))
+        playbook = [score(row, options.host) for row in rows]
     if "steps" in wanted:
         print_steps([*steps, *(each for each in playbook if each.row["ran"] == "1")])
     if "playbook" in wanted:

@@ -21,8 +21,8 @@ from stepmark.traces.trace_page import MOST_BARS
 STEP = [
     "--model",
     "llama-3.1-8b",
-    "--scale",
-    "tiny",
+    "--num-layers",
+    "2",
     "--pp",
     "2",
     "--nproc",
@@ -110,11 +110,12 @@ def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 LIMITS = {
-    "llama-3.1-8b --nproc 1": r"bound by computation \(99\.\d % of the step\) if the host",
+    "llama-3.1-8b --nproc 1": r"bound by computation \(99\.\d % of the step\)\n",
     "llama-3.1-70b --nproc 256 --seq-len 256": "bound by exposed communication .* and comp",
     "llama-3.1-405b --nproc 128 --tp 8 --pp 16": "bound by the pipeline bubble .*, computation",
     "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .*, the pipeline bubble .* and expos",
-    "llama-3.1-8b --nproc 1 --scale tiny": "bound by launch gaps",
+    "llama-3.1-8b --nproc 1 --scale tiny": r"step .* ms, bound by the host: the device waits",
+    "llama-3.1-8b --nproc 1 --scale tiny --cuda-graph": "bound by launch gaps",
 }
 
 

@@ -190,10 +190,12 @@ def test_what_cannot_be_predicted_is_refused(run: Predict, words: str) -> None:
 
 # What is predicted, and what has to be said of it.
 NOTED = {
-    f"{SHEET} --compile --attention flash": "takes as long without --lr",
+    f"{SHEET} --compile-mode max-autotune-no-cudagraphs --compile --attention flash": (
+        "takes as long without --attention, --compile-mode"
+    ),
     f"{SHEET} --schedule micro --grad-accum 8": "takes as long without --schedule",
     f"{SHEET} --clip 2": "takes as long without --clip",
-    SHEET: "the host's time is not known",
+    SHEET: "host time: typical, 109 us per eager forward operation (measured 2026-11-29",
     f"{SHEET} --nproc 64": "are by the links of dgx-h100 and published curves",
     f"{SHEET} --nproc 4 --curve nccl.txt": "links of h100-sxm, fitted to measured curves",
     "llama-3.1-8b --nproc 144 --device gb200": "by the links of gb200-nvl72",
@@ -212,8 +214,7 @@ def test_what_a_prediction_lacks_is_said(run: Predict, words: str) -> None:
     assert code == 0
     assert any(NOTED[words] in note for note in document["notes"]), document["notes"]
     assert not document["is_lower_bound"]
-    has_sheet = "data sheet" in " ".join(document["notes"])
-    assert document["host_is_known"] == (not has_sheet)
+    assert document["host_is_known"]
 
 
 @pytest.mark.usefixtures("files")
@@ -310,7 +311,7 @@ def test_lines_add_up_to_the_step_and_faster_devices_are_not_slower(words: str) 
 
 def test_a_change_acts_on_what_an_operation_is_bound_by(run: Predict) -> None:
     """Products of 16 tokens read weights; a ring of small messages has a latency."""
-    words = "gpt2-1.5b --strategy single --nproc 1 --seq-len 16 --device h100-sxm --what-if"
+    words = "gpt2-1.5b --nproc 1 --cuda-graph --seq-len 16 --device h100-sxm --what-if"
     (_, memory, _), (_, rate, _) = run(f"{words} hbm=2x"), run(f"{words} flops=2x")
     (before,) = (note for note in rate["notes"] if note.startswith("without --what-if"))
     base_s = float(before.split()[-2]) * 1e-3

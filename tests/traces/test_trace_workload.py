@@ -271,8 +271,8 @@ def test_a_traced_step_is_predicted_with_its_own_times(
     other = json.loads(out.read_text())
     assert other["sources_s"].keys() == {"file"}  # no operation of this file has a shape
     assert any("times are those of NVIDIA H200" in note for note in other["notes"])
-    assert other["bound"] == "device"
-    assert any("host's time is not known" in note for note in other["notes"])
+    assert other["bound"] == "host"  # that of the trace
+    assert not any("host time" in note for note in other["notes"])
     capsys.readouterr()
 
 

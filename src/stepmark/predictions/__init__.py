@@ -4,6 +4,7 @@
 - framework_job.py: the verb with a framework's flags.
 - inputs.py, predict_inputs.py: what a step is predicted from; by options, a case, a workload.
 - calibration.py, calibrate.py: measured parts, and the verb that measures them.
+- hosts.py, host_times.py: the host's time for an operation, by data sheet and as measured.
 - costs.py, comm.py, contention.py: costs of operations and messages.
 - step.py, power.py, interval.py: a step in a fixed point with its clock; its interval.
 - simulation.py, program.py, works.py, step_events.py, free_steps.py: simulate the stages.

@@ -1,11 +1,11 @@
 """What a calibration run measured, as inputs of a prediction."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 from stepmark.cases.case import OpCase, Rate
 from stepmark.cases.comm_curve import Curve
@@ -29,7 +29,8 @@ from stepmark.predictions.costs import (
     sources,
     times_by_work,
 )
-from stepmark.predictions.inputs import Inputs, no_host
+from stepmark.predictions.host_times import pass_times, passes_s
+from stepmark.predictions.inputs import HostOf, Inputs, no_host
 from stepmark.step.trace_ops import COMPUTE, OpTable
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.store.view import median_s, read_with_warnings
@@ -46,7 +47,6 @@ from stepmark.workloads.rules.pytorch.case import of_case
 _MOST_BUSY = 1.1  # of a step, in kernels of compute: no stream has more
 _NOTABLE = 0.1  # scaling of computation on a host
 _NOTHING = OpCost(time_s={}, num_kernels=0.0)
-_PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 _PowerRecord = tuple[Measured, float, float]  # with mean clock and power
 _MOST_SHOWN = 4  # options in which a profile differs
 # Fields in which a calibration may differ from the case: costs are scaled. Those of the model
@@ -261,12 +261,6 @@ def _reduce(workload: Workload, trace: RankTrace) -> tuple[OpTable, RankParts]:
     return measured_ops(trace, workload=workload), rank_parts(trace, lambda _number: True)
 
 
-def _passes_s(record: Measured) -> dict[str, float]:
-    """Return the median times of the unprofiled passes, of those that were measured."""
-    samples = {name: getattr(record.training, field) for name, field in _PASSES.items()}
-    return {name: median(slowest_per_sample(own)) for name, own in samples.items() if own}
-
-
 def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
     """Return times of at most the unprofiled phases, and the time between operations."""
     # In a pipeline a pass also waits for other stages: how much of it is between operations is
@@ -276,7 +270,7 @@ def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
     rest_s = 0.0
     kernels = 0
     factors = dict[str, float]()
-    for name, pass_s in _passes_s(record).items():
+    for name, pass_s in passes_s(record).items():
         own = [op for op in table.ops if pass_of(op.key.phase) == name]
         total_s = sum(op.time_ns for op in own) * 1e-9 / num_steps
         factors[name] = min(1.0, pass_s / total_s) if total_s else 1.0
@@ -312,10 +306,24 @@ def _unscaled(model: ModelConfig) -> dict[str, object]:
     }
 
 
-def _host_times(
-    steps: Iterable[Measured], case: TrainCase, notes: list[str]
-) -> Callable[[ComputeOp | CommOp], float]:
-    """Return the host's time for an operation, by pass, from a step of tiny widths."""
+def host_of_run(path: Path, case: TrainCase) -> HostOf:
+    """Return the host's time for an operation of a case, as a run of its host's part has it.
+
+    Raises ConfigError for a run without this part of such a step.
+    """
+    records = [each for each in read_with_warnings(path).latest if isinstance(each, Measured)]
+    steps = [record for record in records if isinstance(record.case, TrainCase)]
+    record = _host_record(steps, case)
+    if record is None:
+        part = f"the host's part of {case.model.name} {case.strategy}"
+        raise ConfigError(
+            "host", path.name, f"a run with {part}; stepmark calibrate measures it"
+        )
+    return _per_operation(record)
+
+
+def _host_record(steps: Iterable[Measured], case: TrainCase) -> Measured | None:
+    """Return the step of tiny widths that is nearest to the case; None: there is none."""
 
     def is_like_it(record: Measured) -> bool:
         own = record.train
@@ -328,15 +336,22 @@ def _host_times(
         # The step itself may be among them: it has more tokens.
         return record.train.grad_accum != case.grad_accum, record.train.tokens_per_step
 
-    record = min(filter(is_like_it, steps), key=distance, default=None)
+    return min(filter(is_like_it, steps), key=distance, default=None)
+
+
+def _per_operation(record: Measured) -> HostOf:
+    """Return the host's time for an operation, by pass."""
+    per_op = {each.name: each.per_operation_s for each in pass_times(record)}
+    return lambda op: per_op.get(pass_of(op.phase), 0.0)
+
+
+def _host_times(steps: Iterable[Measured], case: TrainCase, notes: list[str]) -> HostOf:
+    """Return the host's time for an operation; none where it was not calibrated."""
+    record = _host_record(steps, case)
     if record is None:
         notes.append("the host's time was not calibrated: it counts as ahead of the device")
         return no_host
-    counts = {"fwd": 0, "bwd": 0, "optim": 0}
-    for op in of_case(record.train).expand():
-        counts[pass_of(op.phase)] += isinstance(op, CommOp) or not op.is_wait
-    per_op = {n: time_s / counts[n] for n, time_s in _passes_s(record).items() if counts[n]}
-    return lambda op: per_op.get(pass_of(op.phase), 0.0)
+    return _per_operation(record)
 
 
 def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainCase, int, int]]:

@@ -25,6 +25,7 @@ from stepmark.workloads.file_times import FileTimes
 # Between kernels that are launched already, without a profiler: measured on an H200
 # (docs/diary). It stands in where no calibration has it.
 _GAP_S = 1.2e-6
+HostOf = Callable[[Operation], float]  # seconds in which the host issues an operation
 _Product = Gemm | GroupedGemm | Bmm | Attention
 
 
@@ -56,7 +57,7 @@ class Inputs:
     file: FileTimes | None = None
     times_of_file: bool = False  # they are the costs
     sends_by_network: bool = False  # but for messages, which a chosen network sends
-    host_s: Callable[[Operation], float] = no_host
+    host_s: HostOf = no_host
     host_is_known: bool = False
     gap_s: float = _GAP_S
     is_host: bool = False

@@ -14,16 +14,17 @@ from stepmark.cases.record import Measured, RunInfo
 from stepmark.cases.train_case import TrainCase
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.collectives.network_fit import placement_of, with_hosts_of
-from stepmark.ground.errors import ConfigError
+from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
 from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
 from stepmark.model.network_options import NetworkChoice
 from stepmark.model.systems import network_of
 from stepmark.predictions.calibrate import HOST
-from stepmark.predictions.calibration import calibrated, nearest_profile
+from stepmark.predictions.calibration import calibrated, host_of_run, nearest_profile
 from stepmark.predictions.costs import sources
-from stepmark.predictions.inputs import Inputs, no_host
+from stepmark.predictions.hosts import DEFAULT, HostTimes, launch_of, load_hosts
+from stepmark.predictions.inputs import HostOf, Inputs
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.step.workload import Workload
 from stepmark.store.reader import find_run, list_runs, read_info, read_records
@@ -99,12 +100,50 @@ def of_training(
     )
     if run is None:
         inputs.check_products()
-    inputs = calibrated(inputs, run, force=force) if run else inputs
+        inputs = _with_host(inputs, options)
+    else:
+        _refuse_host(options, "the calibration has the host's time")
+        inputs = calibrated(inputs, run, force=force)
     if options is None:
         with contextlib.suppress(ConfigError):  # of a device without a usual network
             return _with_network(inputs, None)
         return inputs
     return _with_network(inputs, options)
+
+
+def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
+    """Return the inputs with the host that options name, which is a typical one without them.
+
+    Raises ConfigError.
+    """
+    case = inputs.case
+    name = (options and options.host) or DEFAULT
+    host_s: HostOf
+    if options is None or name in load_hosts():
+        host_s = times = HostTimes(
+            load_hosts()[name], inputs.workload, launch_of(inputs.workload, case)
+        )
+        note = times.note()
+    else:
+        path = _run_of_host(options.runs, name)
+        if case is None:
+            allowed = f"one of {', '.join(load_hosts())}: a run has the host of its own step"
+            raise ConfigError("host", name, allowed)
+        host_s = host_of_run(path, case)
+        note = f"host time: the host's part of run {path.name}"
+    return replace(inputs, host_s=host_s, host_is_known=True, notes=(*inputs.notes, note))
+
+
+def _run_of_host(runs: Path, name: str) -> Path:
+    try:
+        return find_run(runs, name)
+    except ConfigError:
+        raise not_one_of("host", name, load_hosts(), " or a run") from None
+
+
+def _refuse_host(options: PredictOptions | None, reason: str) -> None:
+    if options and options.host:
+        raise ConfigError("host", options.host, f"left out: {reason}")
 
 
 def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
@@ -175,7 +214,7 @@ def _unused(
         parts = (
             (w.blocks, w.stages, w.groups, w.settings.get("compile")) for w in (workload, step)
         )
-        if operator.eq(*parts):
+        if operator.eq(*parts) and launch_of(step, without) is launch_of(workload, case):
             names.append(name)
             train = fewer
     shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
@@ -234,9 +273,13 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
         device=device,
         device_name=device.names[0] if device else "unknown",
         compute=sources(device, file=file, settings=workload.settings, of_file=is_timed),
-        host_s=file.host_s if is_timed else no_host,
-        host_is_known=is_timed and file.has_host,
+        host_s=file.host_s,
+        host_is_known=file.has_host,
     )
+    if is_timed or file.has_host:  # also for another device
+        _refuse_host(options, "the file has times of its own")
+    else:
+        inputs = _with_host(inputs, options)
     if path is None:
         if not is_timed:
             inputs.check_products()

@@ -59,6 +59,11 @@ class Basis:
     device: str | None = flag(
         "predict for this device, e.g. h200, from its data sheet", names="device"
     )
+    host: str | None = flag(
+        "by data sheet, the host: slow, typical, fast, or a run with its part [typical]",
+        metavar="NAME|RUN",
+        rare=True,
+    )
     curve: str | None = flag("measured times of collectives: a run or nccl-tests files")
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR", rare=True)
     gbs: int | None = flag(

@@ -18,7 +18,8 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the prediction as text. document: of Prediction."""
     where = f"{document['num_ranks']} x {document['device']}"
     pairs = dict(headline(document))
-    yield f"{document['name']} on {where}: predicted step {pairs.pop('predicted step')}"
+    answer = pairs.pop("predicted step") + _host_bound(document)
+    yield f"{document['name']} on {where}: predicted step {answer}"
     if step := step_text(document):
         yield f"  step: {step}"
     memory = pairs.pop("memory", "")
@@ -32,6 +33,14 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
     if table := list(memory_lines(document)):
         yield from ("", *table, "")
     yield from (f"note: {note}" for note in document["notes"])
+
+
+def _host_bound(document: Mapping[str, Any]) -> str:
+    """Return that the host bounds the step, where it does, and for what the device waits."""
+    if document["bound"] != "host":
+        return ""
+    waits_pct = document["shares_pct"].get(HOST, 0.0)
+    return f", bound by the host: the device waits for launches in {waits_pct:.0f} % of it"
 
 
 def step_text(document: Mapping[str, Any]) -> str:

@@ -128,6 +128,8 @@ class PyTorch:
     )
 
     def __post_init__(self) -> None:
+        if self.async_tp and not self.compile.has_blocks:
+            object.__setattr__(self, "compile", CompileScope.BLOCK)
         if self.data_parallel is not None and self.param_dtype is None:
             is_sharded = self.data_parallel is DataParallel.FSDP
             object.__setattr__(self, "param_dtype", DType.BF16 if is_sharded else DType.FP32)
