@@ -211,6 +211,8 @@ class _Layers:
         else:
             saved = sum(kind.saved for kind in kinds)
         head = 0
+        if chunk.has_embedding and plan.kernels.dropout_of_rows:
+            saved += self.rows // size  # the mask, a byte an element
         if chunk.has_head:
             saved += 2 * self.rows  # inputs of the last norm and of the head
             logits = plan.tokens * plan.model.vocab_size // plan.tp
@@ -292,6 +294,7 @@ def _saved_bytes(plan: Plan, leaf: Module, *, unfused: bool) -> int:
         assert model.moe is not None
         rows = plan.expert_rows / model.moe.top_k
     statistics = int(_FP32 * keeps.statistics * (plan.own_tokens if is_own else part))
+    statistics += keeps.masks * plan.own_tokens + int(keeps.divided_masks * part)
     numel = int(keeps.whole * plan.own_tokens + divided * rows)
     if not (leaf.is_linear or (param is not None and param.is_expert)):
         return itemsize * numel + statistics

@@ -12,6 +12,7 @@ from functools import partial
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
+from stepmark.step.kernel_choice import KernelChoice, Loss
 from stepmark.step.layout import model_as
 from stepmark.step.lora import Lora
 from stepmark.step.tree import TreeBuilder
@@ -71,6 +72,25 @@ class RouterDtype(StrEnum):
     FP64 = "fp64"
 
 
+class AttentionBackend(StrEnum):
+    """Kernels of attention: fused ones by flash-attn or cuDNN, or stored scores.
+
+    auto: TransformerEngine chooses a fused one. unfused: its batched products. local:
+    megatron-core's own layers, without TransformerEngine (--spec local).
+    """
+
+    AUTO = "auto"
+    FLASH = "flash"
+    FUSED = "fused"
+    UNFUSED = "unfused"
+    LOCAL = "local"
+
+
+# Backends that store the scores, by the sequence from which their softmax is not fused:
+# fused_softmax.py (is_kernel_available); TransformerEngine 2.11, pytorch/attention/
+# dot_product_attention/softmax.py.
+SOFTMAX_LIMITS = {AttentionBackend.LOCAL: 4097, AttentionBackend.UNFUSED: 16384}
+_STORED = {"attention_backend": tuple(SOFTMAX_LIMITS)}
 RECOMPUTE_MODULES = (
     "core_attn",
     "layernorm",
@@ -170,7 +190,25 @@ class Megatron:
     recompute_num_layers: int = setting(
         1, "with full: layers per checkpoint (uniform), or recomputed per chunk (block)"
     )
-    cross_entropy_loss_fusion: bool = setting(False, "fuse two all-reduces of the loss")
+    attention_backend: AttentionBackend = setting(
+        AttentionBackend.AUTO, "kernels of attention; unfused and local store its scores"
+    )
+    attention_dropout: float = setting(
+        0.0, "dropout of attention's probabilities (Megatron-LM: 0.1)", only=_STORED
+    )
+    hidden_dropout: float = setting(0.0, "dropout before residuals (Megatron-LM: 0.1)")
+    masked_softmax_fusion: bool = setting(
+        True,
+        "scale, mask and softmax are one kernel",
+        only={"attention_backend": (AttentionBackend.LOCAL,)},
+    )
+    bias_swiglu_fusion: bool = setting(True, "SwiGLU is one kernel per pass")
+    gradient_accumulation_fusion: bool = setting(
+        True, "products add weight gradients to their fp32 sums"
+    )
+    cross_entropy_loss_fusion: bool = setting(
+        False, "fuse kernels and two all-reduces of the loss"
+    )
     calculate_per_token_loss: bool = setting(False, "divide gradients by the number of tokens")
     create_attention_mask_in_dataloader: bool = setting(
         True, "broadcast each attention mask over tp"
@@ -239,6 +277,10 @@ class Megatron:
                 "only without calculate_per_token_loss",
             ),
         )
+        for name in ("attention_dropout", "hidden_dropout"):
+            probability = getattr(self, name)
+            if not 0 <= probability < 1:
+                raise ConfigError(name, probability, "from 0 to below 1")
         for word in self.modules:
             if word not in RECOMPUTE_MODULES:
                 raise not_one_of("recompute_modules", word, RECOMPUTE_MODULES)
@@ -323,7 +365,44 @@ class Plan:
         etp = self.etp
         tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp, lora=self.lora)
         inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp)
-        return replace(tree, inputs=inputs)
+        return replace(tree, inputs=inputs, kernels=self.kernels)
+
+    @property
+    def kernels(self) -> KernelChoice:
+        """Kernels of a layer.
+
+        Biases of all linear layers but the first are added in other modules, which sum their
+        gradients; that of q, k and v is a part of TransformerEngine's products.
+        """
+        settings = self.settings
+        backend = settings.attention_backend
+        is_local = backend is AttentionBackend.LOCAL
+        qkv = frozenset({"attention.qkv"}) if is_local else frozenset()
+        loss = Loss.VOCAB_PARALLEL
+        if settings.cross_entropy_loss_fusion:
+            loss = Loss.VOCAB_PARALLEL_FUSED
+        return KernelChoice(
+            stores_scores=backend in SOFTMAX_LIMITS,
+            fused_softmax=self._has_fused_softmax,
+            dropout_of_attention=settings.attention_dropout > 0,
+            dropout_of_rows=settings.hidden_dropout > 0,
+            added_biases=qkv,
+            summed_biases=qkv | {"attention.out", "mlp.up", "mlp.gate_up", "mlp.down"},
+            fused_swiglu=settings.bias_swiglu_fusion,
+            adds_gradients=not settings.gradient_accumulation_fusion,
+            adds_table_gradient=self.lora is None,
+            loss=loss,
+        )
+
+    @property
+    def _has_fused_softmax(self) -> bool:
+        """Whether the fused softmax takes this rank's scores (FusedScaleMaskSoftmax)."""
+        seq = self.model.seq_len
+        rows = self.job.mbs * self.model.num_heads // self.tp
+        limit = SOFTMAX_LIMITS.get(self.settings.attention_backend, 0)
+        fits = 16 < seq < limit and not seq % 4 and not rows % 4
+        is_wanted = self.settings.masked_softmax_fusion
+        return fits and is_wanted and self.job.dtype is not DType.FP32
 
     @property
     def lora(self) -> Lora | None:
@@ -472,9 +551,35 @@ def _technique_refusals(plan: Plan) -> tuple[_Refusal, ...]:
             True,
             "only without shared_experts in recompute_modules",
         ),
+        *_backend_refusals(plan),
         *_userbuffer_refusals(plan),
         *_lora_refusals(plan),
         *_combined_refusals(plan),
+    )
+
+
+def _backend_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return what attention with stored scores, and layers without TransformerEngine, lack."""
+    settings = plan.settings
+    backend = settings.attention_backend
+    if backend not in SOFTMAX_LIMITS:
+        return ()
+    is_local = backend is AttentionBackend.LOCAL
+    fused = "auto, flash or fused"
+    return (
+        (
+            plan.job.parallel.cp > 1,
+            "attention_backend",
+            backend,
+            f"{fused} with cp > 1",
+        ),
+        (
+            is_local and (settings.tp_comm_overlap or plan.job.products is not None),
+            "attention_backend",
+            backend,
+            f"{fused} or unfused with narrow products or tp_comm_overlap, which are"
+            " TransformerEngine's",
+        ),
     )
 
 
