@@ -14,7 +14,11 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.step_memory.megatron_memory import stage_memories
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron.narrow import Fp8Format
-from stepmark.workloads.rules.megatron.settings import Granularity, Megatron
+from stepmark.workloads.rules.megatron.settings import (
+    AttentionBackend,
+    Granularity,
+    Megatron,
+)
 
 GPT = ModelConfig(
     name="gpt",
@@ -61,6 +65,56 @@ def test_without_sequence_parallelism_norms_and_inputs_are_whole() -> None:
     # inputs of the two column-parallel layers are among the 10.
     kept = activations_per_layer(Megatron(), tp=8)
     assert kept == pytest.approx((8 + 24 / 8) * SBH, rel=0.01)
+
+
+STORED = Megatron(
+    attention_backend=AttentionBackend.LOCAL, attention_dropout=0.1, hidden_dropout=0.1
+)
+SELECTIVE = replace(STORED, recompute_granularity=Granularity.SELECTIVE)
+SCORES = 5 * 32 * 2048 / 4096  # 5 a s / h
+STATISTICS = 2 * 2 * 4 / 4096  # fp32 means and deviations of two norms, which the paper omits
+
+
+@pytest.mark.parametrize(
+    ("settings", "tp", "bytes_per_element"),
+    [
+        (STORED, 1, 34 + SCORES),  # equation 1
+        (STORED, 8, 10 + 24 / 8 + SCORES / 8),  # equation 2
+        (replace(STORED, sequence_parallel=True), 8, (34 + SCORES) / 8),  # equation 4
+        # Table 2: scores recomputed.
+        (SELECTIVE, 8, 10 + 24 / 8),
+        (replace(SELECTIVE, sequence_parallel=True), 8, 34 / 8),
+    ],
+)
+def test_stored_scores_and_masks_are_those_of_the_paper(
+    settings: Megatron, tp: int, bytes_per_element: float
+) -> None:
+    rows = tp if settings.sequence_parallel else 1
+    exact = (bytes_per_element + STATISTICS / rows) * SBH
+    kept = activations_per_layer(settings, tp=tp)
+    assert kept == pytest.approx(exact, rel=1e-12)
+
+
+def test_unfused_softmax_keeps_its_result_in_fp32() -> None:
+    unfused = replace(STORED, masked_softmax_fusion=False)
+    more = activations_per_layer(unfused) - activations_per_layer(STORED)
+    assert more == 2 * 2 * 32 * 2048**2  # the other softmax's is 16-bit: a s^2 b elements
+
+
+def test_shared_key_heads_are_copied_for_stored_scores() -> None:
+    model = replace(GPT, num_kv_heads=8)
+    plain = replace(STORED, attention_dropout=0.0)
+    size = 2 * 2 * 2048  # bytes of an element of each token
+    for settings, heads in ((plain, 32), (replace(SELECTIVE, attention_dropout=0.0), 8)):
+        deep, shallow = (
+            stage_memories(job(replace(model, num_layers=layers)), settings)[0]
+            for layers in (9, 8)
+        )
+        kept = deep.activations_bytes - shallow.activations_bytes
+        whole = stage_memories(job(replace(GPT, num_layers=9)), settings)[0]
+        whole_before = stage_memories(job(replace(GPT, num_layers=8)), settings)[0]
+        difference = whole.activations_bytes - whole_before.activations_bytes - kept
+        assert difference == 2 * (32 - heads) * 128 * size
 
 
 def test_a_recomputed_layer_keeps_its_input() -> None:

@@ -565,20 +565,15 @@ def _backend_refusals(plan: Plan) -> tuple[_Refusal, ...]:
     if backend not in SOFTMAX_LIMITS:
         return ()
     is_local = backend is AttentionBackend.LOCAL
-    fused = "auto, flash or fused"
+    name = "attention_backend"
     return (
-        (
-            plan.job.parallel.cp > 1,
-            "attention_backend",
-            backend,
-            f"{fused} with cp > 1",
-        ),
+        (plan.job.parallel.cp > 1, name, backend, "auto, flash or fused with cp > 1"),
         (
             is_local and (settings.tp_comm_overlap or plan.job.products is not None),
-            "attention_backend",
+            name,
             backend,
-            f"{fused} or unfused with narrow products or tp_comm_overlap, which are"
-            " TransformerEngine's",
+            "auto, flash, fused or unfused with narrow products or tp_comm_overlap, which"
+            " are TransformerEngine's",
         ),
     )
 
