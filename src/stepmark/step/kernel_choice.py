@@ -3,8 +3,10 @@
 A kernel's bytes are what it reads and writes. Sources, of megatron-core 0.16.1:
 transformer/dot_product_attention.py, fusions/fused_softmax.py (FusedScaleMaskSoftmax),
 fusions/fused_bias_dropout.py, transformer/mlp.py, tensor_parallel/cross_entropy.py,
-fusions/fused_cross_entropy.py. The kernel of the fused softmax: Megatron-LM v2.6,
-megatron/fused_kernels/scaled_upper_triang_masked_softmax.h.
+fusions/fused_cross_entropy.py. The kernel of the causal softmax: Megatron-LM v2.6,
+megatron/fused_kernels/scaled_upper_triang_masked_softmax.h. TransformerEngine 2.11,
+pytorch/attention/dot_product_attention/backends.py (FlashAttention,
+UnfusedDotProductAttention) and softmax.py.
 """
 
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from functools import partial
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import Activation, Attention, Bmm, CrossEntropy, Layout, Op, Phase
 from stepmark.step.module import Module, SavedTensors, between, both, work_of
-from stepmark.step.workload import Kernel
+from stepmark.step.workload import ComputeOp, Kernel
 
 _FP32 = DType.FP32.itemsize
 _MASK = 1  # bytes of an element of a dropout mask
@@ -39,20 +41,34 @@ class Loss(StrEnum):
     VOCAB_PARALLEL_FUSED = "vocab parallel, fused"
 
 
+class Softmax(StrEnum):
+    """Kernels of the softmax of stored scores.
+
+    causal: one, which reads only what the causal mask leaves; masked: one, which reads all
+    scores and a mask; unfused: casts to and from fp32, mask and softmax.
+    """
+
+    CAUSAL = "causal"
+    MASKED = "masked"
+    UNFUSED = "unfused"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
     """Kernels that a framework launches. The defaults are the fused ones.
 
     stores_scores: attention writes the scores of all pairs, those of the future included, and
-    is two batched products with a softmax between them. fused_softmax: scale, mask and softmax
-    are one kernel. dropout_of_attention, dropout_of_rows: of probabilities, and before
-    residuals. added_biases: linear layers that add their bias in a kernel. summed_biases: whose
-    bias gradient is one. fused_swiglu: one kernel per pass. adds_gradients: a kernel adds each
-    weight gradient to its fp32 sum. adds_table_gradient: one adds that of the embedding.
+    is two batched products with a softmax between them. batch_first: fused attention takes
+    sequences one after the other, so its tensors are transposed. dropout_of_attention,
+    dropout_of_rows: of probabilities, and before residuals. added_biases: linear layers that
+    add their bias in a kernel; summed_biases: whose bias gradient is one. fused_swiglu: one
+    kernel per pass. adds_gradients: a kernel adds each weight gradient to its fp32 sum;
+    adds_table_gradient: that of the embedding.
     """
 
     stores_scores: bool = False
-    fused_softmax: bool = True
+    batch_first: bool = False
+    softmax: Softmax = Softmax.CAUSAL
     dropout_of_attention: bool = False
     dropout_of_rows: bool = False
     added_biases: frozenset[str] = frozenset()
@@ -93,9 +109,9 @@ def stored_scores(
         *((Phase.BWD, kernel) for kernel in repeated_keys),
     )
     yield replace(scores_module, keeps=SavedTensors(divided=inputs))
-    softmax = between("attention.softmax", *_softmax(pairs, size, fused=choice.fused_softmax))
+    softmax = between("attention.softmax", *_softmax(pairs, size, choice.softmax))
     stored = SavedTensors(divided=scores)
-    if not choice.fused_softmax:
+    if choice.softmax is Softmax.UNFUSED:
         stored = SavedTensors(statistics=scores)
     yield replace(softmax, keeps=stored)
     if choice.dropout_of_attention:
@@ -103,7 +119,7 @@ def stored_scores(
         masked = between("attention.dropout", (Phase.FWD, dropout), (Phase.BWD, dropout))
         yield replace(masked, keeps=SavedTensors(divided_masks=scores))
     # The product with the values keeps what it multiplies, unless the softmax does.
-    is_other = choice.dropout_of_attention or not choice.fused_softmax
+    is_other = choice.dropout_of_attention or choice.softmax is Softmax.UNFUSED
     copies = (num_heads - num_kv_heads) * (width_qk + width_v)
     rows = core.batch * core.seq_q * core.heads * width_v
     context = between(
@@ -118,6 +134,27 @@ def stored_scores(
     yield replace(context, keeps=SavedTensors(divided=scores * is_other + copies))
 
 
+def with_transposes(core: Module, op: Attention) -> Module:
+    """Return fused attention that copies its inputs and its output to another layout."""
+    rows = op.batch * op.seq_q * op.dtype.itemsize
+    inputs = rows * (op.heads * op.head_dim_qk + op.kv_heads * (op.head_dim_qk + op.head_dim_v))
+    output = rows * op.heads * op.head_dim_v
+
+    def transpose(phase: Phase, num_bytes: int) -> ComputeOp:
+        kernel = memory_kernel("transpose", 2 * num_bytes)
+        return replace(core.work[0], op=kernel, phase=phase)
+
+    work = (
+        transpose(Phase.FWD, inputs),
+        *core.fwd,
+        transpose(Phase.FWD, output),
+        transpose(Phase.BWD, output),
+        *core.bwd,
+        transpose(Phase.BWD, inputs),
+    )
+    return replace(core, work=work)
+
+
 def _repeated_heads(core: Attention, width: int) -> tuple[Kernel, ...]:
     """Return the copy of a key or value head for each query head; backward their sum."""
     if core.heads == core.kv_heads:
@@ -127,17 +164,15 @@ def _repeated_heads(core: Attention, width: int) -> tuple[Kernel, ...]:
     return (memory_kernel("repeat_heads", num_bytes),)
 
 
-def _softmax(pairs: int, size: int, *, fused: bool) -> Iterator[_Work]:
-    """Yield scale, causal mask and softmax of both passes.
-
-    The fused kernel reads only what the mask leaves, and writes all. The others are in fp32:
-    they cast, mask in place, compute the softmax and cast back.
-    """
-    if fused:
-        forward = pairs * size // 2 + pairs * size
-        yield Phase.FWD, memory_kernel("scaled_masked_softmax", forward)
-        backward = 2 * (pairs * size // 2) + pairs * size
-        yield Phase.BWD, memory_kernel("scaled_masked_softmax_backward", backward)
+def _softmax(pairs: int, size: int, softmax: Softmax) -> Iterator[_Work]:
+    """Yield scale, causal mask and softmax of both passes. All of them write all scores."""
+    if softmax is not Softmax.UNFUSED:
+        is_causal = softmax is Softmax.CAUSAL
+        scores = pairs * size
+        read = scores // 2 if is_causal else scores + pairs  # a byte of mask each
+        yield Phase.FWD, memory_kernel("scaled_masked_softmax", read + scores)
+        read = scores if is_causal else 2 * scores  # probabilities and their gradients
+        yield Phase.BWD, memory_kernel("scaled_masked_softmax_backward", read + scores)
         return
     cast = [memory_kernel("cast", pairs * (size + _FP32))] if size < _FP32 else []
     mask = memory_kernel("mask", 2 * pairs * _FP32)

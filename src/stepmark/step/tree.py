@@ -35,6 +35,7 @@ from stepmark.step.kernel_choice import (
     stored_scores,
     swiglu,
     with_dropout,
+    with_transposes,
 )
 from stepmark.step.layout import (
     Inputs,
@@ -287,7 +288,10 @@ class TreeBuilder:
         keeps = SavedTensors(
             divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads
         )
-        yield replace(between("attention.core", *both(core)), keeps=keeps)
+        fused = replace(between("attention.core", *both(core)), keeps=keeps)
+        # Context parallelism exchanges keys and values in the layout that they have.
+        is_transposed = self.kernels.batch_first and cp == 1
+        yield with_transposes(fused, core) if is_transposed else fused
 
     def _mlp(self, linears: list[Linear], *, is_shared: bool = False) -> tuple[Module, ...]:
         *ups, down = (self.linear(linear, role_of(linear.name)) for linear in linears)

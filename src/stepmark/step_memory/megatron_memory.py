@@ -10,12 +10,12 @@ that becomes their softmax and then their gradient. fusions/fused_bias_swiglu.py
 of the activation. TransformerEngine 2.11, pytorch/module/base.py (get_weight_workspace): narrow
 weights stay in both layouts from a step's first micro-batch on; pytorch/module/linear.py keeps
 narrow inputs. tensor_parallel/random.py: a checkpoint keeps its input; one without output
-(CheckpointWithoutOutput) keeps it, too, and frees its output. Attention is flash attention: the
-scores are not saved. Dropout is off.
+(CheckpointWithoutOutput) keeps it, too, and frees its output. Fused attention saves no scores;
+unfused attention saves probabilities, and dropout their mask and what it leaves of them.
 
 What a module keeps is in the tree (step/module.py, SavedTensors). Without experts, and with
-sequence parallelism, its sum is 34 s b h / t of Korthikanti et al. (arXiv:2205.05198,
-equation 4, with the scores recomputed) less the masks of dropout.
+sequence parallelism, its sum is that of Korthikanti et al. (arXiv:2205.05198, equation 4):
+(34 s b h + 5 a s^2 b) / t with stored scores and dropout, 32 s b h / t with neither.
 """
 
 import itertools

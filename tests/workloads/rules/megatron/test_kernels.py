@@ -78,6 +78,25 @@ def test_a_fused_softmax_reads_what_the_mask_leaves() -> None:
     assert bytes_per_element(ops, Phase.BWD, pairs) == [0.5 * (2 + 2) + 2]
 
 
+def test_transformer_engine_reads_all_scores_and_a_mask() -> None:
+    unfused = replace(LOCAL, attention_backend=AttentionBackend.UNFUSED)
+    ops = kernels_of(workload(make(tp=2), unfused), "attention.softmax")
+    pairs = 2 * 4 * 64 * 64
+    assert bytes_per_element(ops, Phase.FWD, pairs) == [2 + 1 + 2]
+    assert bytes_per_element(ops, Phase.BWD, pairs) == [2 + 2 + 2]
+
+
+def test_flash_attention_takes_sequences_one_after_the_other() -> None:
+    """TransformerEngine copies q, k and v before it and the output after it."""
+    job = make(tp=2)
+    settings = Megatron(attention_backend=AttentionBackend.FLASH)
+    ops = kernels_of(workload(job, settings), "attention.core")
+    heads = [(4 + 2 + 2) * 8, 4 * 8]
+    sizes = [2 * 2 * width for width in heads]  # read and written in 16 bits
+    assert bytes_per_element(ops, Phase.FWD, job.tokens) == sizes
+    assert bytes_per_element(ops, Phase.BWD, job.tokens) == sizes[::-1]
+
+
 @pytest.mark.parametrize(
     ("backend", "seq_len", "is_fused"),
     [
@@ -85,6 +104,7 @@ def test_a_fused_softmax_reads_what_the_mask_leaves() -> None:
         (AttentionBackend.LOCAL, 4100, False),
         (AttentionBackend.LOCAL, 4094, False),  # no multiple of 4
         (AttentionBackend.UNFUSED, 8192, True),
+        (AttentionBackend.UNFUSED, 8188, False),  # no multiple of 8
         (AttentionBackend.UNFUSED, 16384, False),
     ],
 )

@@ -12,7 +12,7 @@ from functools import partial
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
-from stepmark.step.kernel_choice import KernelChoice, Loss
+from stepmark.step.kernel_choice import KernelChoice, Loss, Softmax
 from stepmark.step.layout import model_as
 from stepmark.step.lora import Lora
 from stepmark.step.tree import TreeBuilder
@@ -86,11 +86,8 @@ class AttentionBackend(StrEnum):
     LOCAL = "local"
 
 
-# Backends that store the scores, by the sequence from which their softmax is not fused:
-# fused_softmax.py (is_kernel_available); TransformerEngine 2.11, pytorch/attention/
-# dot_product_attention/softmax.py.
-SOFTMAX_LIMITS = {AttentionBackend.LOCAL: 4097, AttentionBackend.UNFUSED: 16384}
-_STORED = {"attention_backend": tuple(SOFTMAX_LIMITS)}
+STORED_SCORES = (AttentionBackend.UNFUSED, AttentionBackend.LOCAL)
+_STORED = {"attention_backend": STORED_SCORES}
 RECOMPUTE_MODULES = (
     "core_attn",
     "layernorm",
@@ -382,8 +379,9 @@ class Plan:
         if settings.cross_entropy_loss_fusion:
             loss = Loss.VOCAB_PARALLEL_FUSED
         return KernelChoice(
-            stores_scores=backend in SOFTMAX_LIMITS,
-            fused_softmax=self._has_fused_softmax,
+            stores_scores=backend in STORED_SCORES,
+            batch_first=backend is AttentionBackend.FLASH,
+            softmax=self._softmax,
             dropout_of_attention=settings.attention_dropout > 0,
             dropout_of_rows=settings.hidden_dropout > 0,
             added_biases=qkv,
@@ -395,14 +393,21 @@ class Plan:
         )
 
     @property
-    def _has_fused_softmax(self) -> bool:
-        """Whether the fused softmax takes this rank's scores (FusedScaleMaskSoftmax)."""
+    def _softmax(self) -> Softmax:
+        """Softmax of stored scores.
+
+        fused_softmax.py and TransformerEngine's softmax.py (is_kernel_available); the latter's
+        causal kernel is disabled.
+        """
         seq = self.model.seq_len
-        rows = self.job.mbs * self.model.num_heads // self.tp
-        limit = SOFTMAX_LIMITS.get(self.settings.attention_backend, 0)
-        fits = 16 < seq < limit and not seq % 4 and not rows % 4
-        is_wanted = self.settings.masked_softmax_fusion
-        return fits and is_wanted and self.job.dtype is not DType.FP32
+        num_rows = self.job.mbs * self.model.num_heads // self.tp
+        fits = self.job.dtype is not DType.FP32 and not num_rows % 4
+        if self.settings.attention_backend is AttentionBackend.UNFUSED:
+            fits = fits and 16 < seq < 16384 and not seq % 8
+            return Softmax.MASKED if fits else Softmax.UNFUSED
+        fits = fits and 16 < seq <= 4096 and not seq % 4
+        is_fused = fits and self.settings.masked_softmax_fusion
+        return Softmax.CAUSAL if is_fused else Softmax.UNFUSED
 
     @property
     def lora(self) -> Lora | None:
@@ -562,7 +567,7 @@ def _backend_refusals(plan: Plan) -> tuple[_Refusal, ...]:
     """Return what attention with stored scores, and layers without TransformerEngine, lack."""
     settings = plan.settings
     backend = settings.attention_backend
-    if backend not in SOFTMAX_LIMITS:
+    if backend not in STORED_SCORES:
         return ()
     is_local = backend is AttentionBackend.LOCAL
     name = "attention_backend"
