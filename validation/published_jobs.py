@@ -285,6 +285,8 @@ def _megatron(row: Row) -> dict[str, Any]:
         settings |= {"attention_dropout": 0.1, "hidden_dropout": 0.1}
     if source.startswith(_ADDED_GRADIENTS):
         settings["gradient_accumulation_fusion"] = False
+    if row["precision"] == "FP16":  # the default of v2.6 and of core_v0.16.1
+        settings["accumulate_allreduce_grads_in_fp32"] = False
     if source == "nanotron":
         settings["attention_backend"] = AttentionBackend.FLASH
         settings |= {"bias_swiglu_fusion": False, "gradient_accumulation_fusion": False}

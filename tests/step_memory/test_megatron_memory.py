@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig, find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step_memory.megatron_memory import stage_memories
@@ -131,6 +132,27 @@ def test_parameters_have_18_bytes_or_6_and_12_over_the_data_ranks() -> None:
     halved = replace(settings, grad_reduce_in_bf16=True)
     (less,) = stage_memories(job(dp_shard=4), halved)
     assert less.gradients_bytes == memory.gradients_bytes / 2
+
+
+def test_fp16_gradients_are_cast_to_fp32_as_well() -> None:
+    """20 bytes a parameter, or 4 + 16 / ranks (docs of the distributed optimizer)."""
+    for sharded, each in ((False, 20), (True, 4 + 16 / 4)):
+        settings = Megatron(
+            use_distributed_optimizer=sharded, accumulate_allreduce_grads_in_fp32=False
+        )
+        (memory,) = stage_memories(replace(job(dp_shard=4), dtype=DType.FP16), settings)
+        kept = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        assert kept == pytest.approx(each * GPT.num_params, rel=0.001)
+
+
+def test_eager_swiglu_keeps_the_result_of_silu() -> None:
+    model = replace(GPT, activation="swiglu")
+    eager, fused = (
+        stage_memories(job(model), Megatron(bias_swiglu_fusion=is_fused))[0]
+        for is_fused in (False, True)
+    )
+    added = eager.activations_bytes - fused.activations_bytes
+    assert added == 8 * 2 * 2 * 2048 * 16384  # layers, bytes, tokens, width
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_stages_follow() -> None:

@@ -62,8 +62,8 @@ class KernelChoice:
     sequences one after the other, so its tensors are transposed. dropout_of_attention,
     dropout_of_rows: of probabilities, and before residuals. added_biases: linear layers that
     add their bias in a kernel; summed_biases: whose bias gradient is one. fused_swiglu: one
-    kernel per pass. adds_gradients: a kernel adds each weight gradient to its fp32 sum;
-    adds_table_gradient: that of the embedding.
+    kernel per pass. adds_gradients: a kernel adds each weight gradient to its sum, which has
+    sum_bytes an element; adds_table_gradient: that of the embedding.
     """
 
     stores_scores: bool = False
@@ -76,6 +76,7 @@ class KernelChoice:
     fused_swiglu: bool = True
     adds_gradients: bool = False
     adds_table_gradient: bool = False
+    sum_bytes: int = _FP32
     loss: Loss = Loss.ONE_KERNEL
 
 
@@ -212,9 +213,9 @@ def swiglu(role: str, op: Activation) -> Module:
     )
 
 
-def gradient_sum(numel: int, size: int) -> Kernel:
-    """Return the kernel that adds a weight gradient to its fp32 sum."""
-    return memory_kernel("gradient_add", numel * (size + 2 * _FP32))
+def gradient_sum(numel: int, size: int, choice: KernelChoice) -> Kernel:
+    """Return the kernel that adds a weight gradient to its sum. size: bytes of an element."""
+    return memory_kernel("gradient_add", numel * (size + 2 * choice.sum_bytes))
 
 
 def loss_module(op: CrossEntropy, loss: Loss) -> Module:

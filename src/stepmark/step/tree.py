@@ -132,7 +132,7 @@ class TreeBuilder:
         lookup = table_lookup(self.tokens * width * self.inputs.plain_dtype.itemsize)
         if self.kernels.adds_table_gradient:
             numel = model.vocab_size // self._tp * width
-            added = gradient_sum(numel, self.inputs.plain_dtype.itemsize)
+            added = gradient_sum(numel, self.inputs.plain_dtype.itemsize, self.kernels)
             lookup = (*lookup, (Phase.WGRAD, added))
         tables = [("tokens", model.vocab_size // self._tp)]
         tables += [("positions", model.max_positions)] if model.max_positions else []
@@ -382,7 +382,7 @@ class TreeBuilder:
             )
             ops = tuple(grouped_products(inputs, product))
         if self.kernels.adds_gradients:
-            added = gradient_sum(count * out * width, inputs.plain_dtype.itemsize)
+            added = gradient_sum(count * out * width, inputs.plain_dtype.itemsize, self.kernels)
             ops = (*ops, (Phase.WGRAD, added))
         # Without sequence parallelism every tp rank has all rows; ranks of another part of the
         # width do other work.
@@ -473,7 +473,7 @@ class TreeBuilder:
         if linear.has_bias and role in kernels.summed_biases:
             yield Phase.WGRAD, memory_kernel("bias_gradient", rows * out * size)
         if kernels.adds_gradients:
-            yield Phase.WGRAD, gradient_sum(out * width, size)
+            yield Phase.WGRAD, gradient_sum(out * width, size, kernels)
 
     def _norm(
         self, name: str, role: str, width: int, rows: int = 0, *, kind: str = "rmsnorm"

@@ -12,13 +12,14 @@ from dataclasses import replace
 
 import pytest
 
+from stepmark.ground.dtypes import DType
 from stepmark.model.ops import Bmm, Gemm, Phase
 from stepmark.step.kernel_choice import CORE
 from stepmark.step.workload import ComputeOp, Kernel, Workload
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
 from stepmark.workloads.rules.megatron.settings import AttentionBackend, Granularity
 
-from .jobs import BIASED, DENSE, computes, make
+from .jobs import BIASED, DENSE, comms, computes, make
 
 LOCAL = Megatron(
     attention_backend=AttentionBackend.LOCAL,
@@ -197,6 +198,27 @@ def test_the_update_goes_over_the_parameters_of_the_rank() -> None:
         "parameter_copy": (4 + 2) / 2,
     }
     assert planes == pytest.approx(expected, rel=0.01)
+
+
+def test_fp16_gradients_are_cast_and_unscaled_for_the_update() -> None:
+    job = replace(make(dp_shard=2), dtype=DType.FP16)
+    settings = Megatron(accumulate_allreduce_grads_in_fp32=False)
+    program = workload(job, settings)
+    planes = {
+        op.op.name: round((op.op.bytes_moved or 0) / DENSE.num_params)
+        for op in computes(program, 0)
+        if op.phase is Phase.OPTIM and isinstance(op.op, Kernel)
+    }
+    assert planes == {
+        "gradient_scale": 4,
+        "gradient_zero": 2,
+        "gradient_cast": 2 + 4,
+        "gradient_unscale": 8,
+        "gradient_norm": 4,
+        "parameter_copy": 4 + 2,
+    }
+    reduced = {op.dtype for op in comms(program, 0) if op.module == "gradients"}
+    assert reduced == {DType.FP16}
 
 
 def test_bias_gradients_are_sums_over_rows() -> None:

@@ -109,6 +109,12 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
     ),
     (
         DENSE,
+        {},
+        {"accumulate_allreduce_grads_in_fp32": False},
+        "accumulate_allreduce_grads_in_fp32 .* without fp16; with bf16 grad_reduce_in_bf16",
+    ),
+    (
+        DENSE,
         {"cp": 2},
         {"attention_backend": AttentionBackend.UNFUSED},
         "attention_backend unfused is invalid: it must be auto, flash or fused with cp > 1",

@@ -338,6 +338,8 @@ def _buffer_kernels(plan: Plan, stage: StageParams) -> Iterator[ComputeOp]:
     planes = {"gradient_check": 1, "gradient_scale": 2, "gradient_zero": 1}
     if averages or plan.size("dp_cp") == 1:
         del planes["gradient_scale"]
+    if plan.job.dtype is DType.FP16:  # the scaler of the loss looks for overflows instead
+        del planes["gradient_check"]
     for name, count in planes.items():
         yield ComputeOp(
             op=memory_kernel(name, count * num_bytes), phase=Phase.OPTIM, module="gradients"
@@ -358,11 +360,16 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
         norm_groups = ["intra_dist_opt" for _ in kinds]
     ops: list[Operation] = []
     scalar = _scalar(plan)
+    counts = {expert: _updated_count(plan, stage, expert=expert) for expert in kinds}
+    total = sum(counts.values())
+    gradient_size = plan.gradient_dtype.itemsize
+    if gradient_size < _FP32:
+        ops += _over_parameters("gradient_cast", total, gradient_size + _FP32)
     if plan.job.dtype is DType.FP16:
+        ops += _over_parameters("gradient_unscale", total, 2 * _FP32)
         for group in norm_groups:
             ops += scalar(group=group, module="overflow", redop=RedOp.MAX)
-    counts = {expert: _updated_count(plan, stage, expert=expert) for expert in kinds}
-    ops += _over_parameters("gradient_norm", sum(counts.values()), _FP32)
+    ops += _over_parameters("gradient_norm", total, _FP32)
     for group in dict.fromkeys(norm_groups):
         ops += scalar(group=group, module="gradient_norm")
     gathers = sharded and not plan.settings.overlap_param_gather

@@ -138,6 +138,9 @@ class Megatron:
     ddp_pad_buckets_for_high_nccl_busbw: bool = setting(False, "pad buckets to 65536 elements")
     ddp_average_in_collective: bool = setting(False, "average gradients in the collective")
     grad_reduce_in_bf16: bool = setting(False, "reduce gradients in bf16 instead of fp32")
+    accumulate_allreduce_grads_in_fp32: bool = setting(
+        True, "sum and reduce gradients in fp32; with fp16 Megatron-LM's default is no"
+    )
     virtual_pipeline_model_parallel_size: int = setting(
         1, "model chunks per pipeline stage", common=True
     )
@@ -389,6 +392,7 @@ class Plan:
             fused_swiglu=settings.bias_swiglu_fusion,
             adds_gradients=not settings.gradient_accumulation_fusion,
             adds_table_gradient=self.lora is None,
+            sum_bytes=self.gradient_dtype.itemsize,
             loss=loss,
         )
 
@@ -450,7 +454,8 @@ class Plan:
 
     @property
     def gradient_dtype(self) -> DType:
-        if self.settings.grad_reduce_in_bf16:
+        in_fp32 = self.settings.accumulate_allreduce_grads_in_fp32
+        if self.settings.grad_reduce_in_bf16 or not in_fp32:
             return self.job.dtype
         return DType.FP32
 
@@ -527,6 +532,13 @@ def _layout_refusals(plan: Plan) -> tuple[_Refusal, ...]:
             "grad_reduce_in_bf16",
             True,
             "only with bf16",
+        ),
+        (
+            not settings.accumulate_allreduce_grads_in_fp32
+            and plan.job.dtype is not DType.FP16,
+            "accumulate_allreduce_grads_in_fp32",
+            False,
+            "true without fp16; with bf16 grad_reduce_in_bf16 is for that",
         ),
     )
 
