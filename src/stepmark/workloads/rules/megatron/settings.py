@@ -277,10 +277,7 @@ class Megatron:
                 "only without calculate_per_token_loss",
             ),
         )
-        for name in ("attention_dropout", "hidden_dropout"):
-            probability = getattr(self, name)
-            if not 0 <= probability < 1:
-                raise ConfigError(name, probability, "from 0 to below 1")
+        _check_dropout(self)
         for word in self.modules:
             if word not in RECOMPUTE_MODULES:
                 raise not_one_of("recompute_modules", word, RECOMPUTE_MODULES)
@@ -307,6 +304,13 @@ class Megatron:
     def adapted_layers(self) -> tuple[str, ...]:
         """Linear layers that lora_targets names."""
         return tuple(word.strip() for word in self.lora_targets.split(",") if word.strip())
+
+
+def _check_dropout(settings: Megatron) -> None:
+    for name in ("attention_dropout", "hidden_dropout"):
+        probability = getattr(settings, name)
+        if not 0 <= probability < 1:
+            raise ConfigError(name, probability, "from 0 to below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,15 +531,23 @@ def _layout_refusals(plan: Plan) -> tuple[_Refusal, ...]:
             plan.etp,
             f"a divisor of the experts' width ({width})",
         ),
+        *_gradient_refusals(plan),
+    )
+
+
+def _gradient_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return the refusals of a type of gradients."""
+    settings = plan.settings
+    dtype = plan.job.dtype
+    return (
         (
-            settings.grad_reduce_in_bf16 and plan.job.dtype is not DType.BF16,
+            settings.grad_reduce_in_bf16 and dtype is not DType.BF16,
             "grad_reduce_in_bf16",
             True,
             "only with bf16",
         ),
         (
-            not settings.accumulate_allreduce_grads_in_fp32
-            and plan.job.dtype is not DType.FP16,
+            not settings.accumulate_allreduce_grads_in_fp32 and dtype is not DType.FP16,
             "accumulate_allreduce_grads_in_fp32",
             False,
             "true without fp16; with bf16 grad_reduce_in_bf16 is for that",
