@@ -25,7 +25,6 @@ from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp8Format, Fp8Re
 from stepmark.workloads.rules.megatron.pipeline_layout import written
 from stepmark.workloads.rules.megatron.settings import AttentionBackend, Granularity
 from stepmark.workloads.rules.pytorch.schedules import Schedule
-from stepmark.workloads.rules.pytorch.settings import AttentionBackend as PyTorchAttention
 
 DATA = Path(__file__).parent / "data"
 
@@ -109,12 +108,16 @@ class UnstatedError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class PublishedJob:
-    """A job by a framework's rules on a device; equal ones have equal steps."""
+    """A job by a framework's rules on a device; equal ones have equal steps.
+
+    attention: the backend that ran, by Megatron-LM's word; auto: not known.
+    """
 
     framework: str
     job: Job
     settings: Any
     device: str
+    attention: AttentionBackend = AttentionBackend.AUTO
 
 
 def read_rows(name: str | Path) -> list[dict[str, str]]:
@@ -171,6 +174,7 @@ def job_of(row: Row) -> PublishedJob:
         job=job,
         settings=_settings(framework, settings),
         device=_device(row),
+        attention=_attention(row),
     )
 
 
@@ -280,15 +284,14 @@ def _megatron(row: Row) -> dict[str, Any]:
         "sequence_parallel": int(row["tp"]) > 1 and not is_old and not is_baseline,
         "virtual_pipeline_model_parallel_size": int(row["vpp"] or 1),
     }
+    settings["attention_backend"] = _attention(row)
     if source.startswith(_STORED_SCORES):
-        settings["attention_backend"] = AttentionBackend.LOCAL
         settings |= {"attention_dropout": 0.1, "hidden_dropout": 0.1}
     if source.startswith(_ADDED_GRADIENTS):
         settings["gradient_accumulation_fusion"] = False
     if row["precision"] == "FP16":  # the default of v2.6 and of core_v0.16.1
         settings["accumulate_allreduce_grads_in_fp32"] = False
     if source == "nanotron":
-        settings["attention_backend"] = AttentionBackend.FLASH
         settings |= {"bias_swiglu_fusion": False, "gradient_accumulation_fusion": False}
         settings["overlap_grad_reduce"] = True
         settings["use_distributed_optimizer"] = row["zero"] == "1"
@@ -307,6 +310,19 @@ def _megatron(row: Row) -> dict[str, Any]:
     if row["recompute"] in ("full", "selective"):
         settings["recompute_granularity"] = Granularity(row["recompute"])
     return settings
+
+
+def _attention(row: Row) -> AttentionBackend:
+    """Return the backend of attention; flash-attn 2 on H100, too, for both that have it.
+
+    nanotron 2411b022, models/llama.py: CoreAttention; llm-foundry 8c8dd48,
+    scripts/train/benchmarking/sweep.py: attn_impl flash.
+    """
+    source = row.get("source", "")
+    if source.startswith(_STORED_SCORES):
+        return AttentionBackend.LOCAL
+    is_flash = source in ("nanotron", "llm-foundry")
+    return AttentionBackend.FLASH if is_flash else AttentionBackend.AUTO
 
 
 def _narrow(recipe: Recipe) -> dict[str, Any]:
@@ -342,17 +358,14 @@ def _nanotron_split(row: Row) -> list[int]:
 def _fsdp(row: Row) -> dict[str, Any]:
     """Return the settings of PyTorch's rules. Composer reduces after every micro-batch.
 
-    llm-foundry's attention is flash-attn's (8c8dd48, scripts/train/benchmarking/sweep.py:
-    attn_impl flash), without dropout; its loss is flash-attn's fused one, its norms are in
-    bf16 (scripts/train/README.md: fused_crossentropy; low_precision_layernorm).
+    llm-foundry trains without dropout; its loss is flash-attn's fused one, its norms are in
+    bf16 (8c8dd48, scripts/train/README.md: fused_crossentropy; low_precision_layernorm).
     """
     settings: dict[str, Any] = {
         "recompute": {"full": Recompute.FULL, "selective": Recompute.OPS}.get(
             row["recompute"], Recompute.NONE
         )
     }
-    if row.get("source") == "llm-foundry":
-        settings["attention_backend"] = PyTorchAttention.FLASH
     if int(row["vpp"] or 1) > 1:
         settings |= {"pp_schedule": Schedule.INTERLEAVED, "pp_stages": int(row["vpp"])}
     if "async TP" in row.get("techniques", ""):

@@ -32,15 +32,6 @@ class StageEnds(StrEnum):
     ROOT = "root"  # the model itself, gathered once a pass: torch's tutorial
 
 
-class AttentionBackend(StrEnum):
-    """Fused kernels of scaled_dot_product_attention; auto: torch chooses."""
-
-    AUTO = "auto"
-    FLASH = "flash"
-    CUDNN = "cudnn"
-    EFFICIENT = "efficient"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PyTorch:
     """fully_shard's and DistributedDataParallel's parameters, and how a step runs.
@@ -104,9 +95,6 @@ class PyTorch:
         False, "blocks are compiled, with products of tp in pieces that are sent", only=_DIVIDED
     )
     fuse_qkv: bool = setting(True, "q, k and v are one product, as in `stepmark train`")
-    attention_backend: AttentionBackend = setting(
-        AttentionBackend.AUTO, "fused kernel of attention, which sets its speed"
-    )
     grad_sync: GradSync = setting(
         GradSync.EVERY, "reduce every micro-batch or the last one", only=_REDUCED
     )
