@@ -23,7 +23,7 @@ from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp8Format, Fp8Recipe
 from stepmark.workloads.rules.megatron.pipeline_layout import written
-from stepmark.workloads.rules.megatron.settings import Granularity
+from stepmark.workloads.rules.megatron.settings import AttentionBackend, Granularity
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 DATA = Path(__file__).parent / "data"
@@ -92,6 +92,14 @@ _LLAMA_LIKE = re.compile(r"(Llama|LLaMA|INTELLECT|Qwen|Grok|GPT-OSS|1B|8B|3B|80B
 # Trained before Megatron-LM had sequence parallelism (arXiv:2205.05198).
 _NO_SEQUENCE_PARALLEL = ("BLOOM", "GPT-NeoX", "BloombergGPT", "MT-NLG")
 _OLD_SOURCES = ("Narayanan2021", "vTrain", "MT-NLG")
+# Attention as Megatron-LM had it until it took flash-attn's in January 2023: products of all
+# pairs with a fused softmax between them, and its defaults of dropout (v2.6, 2021-08,
+# megatron/model/transformer.py and arguments.py; arXiv:2205.05198, figure 3 and equation 1 have
+# both). vTrain's rows are Megatron-DeepSpeed's, which has the same without --use-flash-attn.
+_STORED_SCORES = ("Narayanan2021", "vTrain", "MT-NLG", "Korthikanti2022")
+# A hook added each weight gradient to its sum: v2.6, megatron/model/distributed.py. Its fusion
+# with the product came with sequence parallelism (v3.0).
+_ADDED_GRADIENTS = ("Narayanan2021", "MT-NLG")
 
 
 class UnstatedError(ConfigError):
@@ -100,12 +108,16 @@ class UnstatedError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class PublishedJob:
-    """A job by a framework's rules on a device; equal ones have equal steps."""
+    """A job by a framework's rules on a device; equal ones have equal steps.
+
+    attention: the backend that ran, by Megatron-LM's word; auto: not known.
+    """
 
     framework: str
     job: Job
     settings: Any
     device: str
+    attention: AttentionBackend = AttentionBackend.AUTO
 
 
 def read_rows(name: str | Path) -> list[dict[str, str]]:
@@ -162,6 +174,7 @@ def job_of(row: Row) -> PublishedJob:
         job=job,
         settings=_settings(framework, settings),
         device=_device(row),
+        attention=_attention(row),
     )
 
 
@@ -260,7 +273,9 @@ def _megatron(row: Row) -> dict[str, Any]:
 
     nanotron (huggingface/nanotron 2411b022): gradients are reduced in fp32 by hooks of the last
     backward pass (optim/gradient_accumulator.py); with ZeRO 1 the weights are gathered at the
-    end of the step (optim/zero.py). It all-reduces gradients even then.
+    end of the step (optim/zero.py). It all-reduces gradients even then. Its attention is
+    flash-attn's, activation and product of an MLP are two kernels, and gradients are added to
+    fp32 ones (models/llama.py: CoreAttention, GLUActivation, cast_to_fp32).
     """
     source = row.get("source", "")
     is_old = source.startswith(_OLD_SOURCES) or row["model"].startswith(_NO_SEQUENCE_PARALLEL)
@@ -269,15 +284,24 @@ def _megatron(row: Row) -> dict[str, Any]:
         "sequence_parallel": int(row["tp"]) > 1 and not is_old and not is_baseline,
         "virtual_pipeline_model_parallel_size": int(row["vpp"] or 1),
     }
+    settings["attention_backend"] = _attention(row)
+    if source.startswith(_STORED_SCORES):
+        settings |= {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+    if source.startswith(_ADDED_GRADIENTS):
+        settings["gradient_accumulation_fusion"] = False
+    if row["precision"] == "FP16":  # the default of v2.6 and of core_v0.16.1
+        settings["accumulate_allreduce_grads_in_fp32"] = False
     if source == "nanotron":
+        settings |= {"bias_swiglu_fusion": False, "gradient_accumulation_fusion": False}
         settings["overlap_grad_reduce"] = True
         settings["use_distributed_optimizer"] = row["zero"] == "1"
         if int(row["pp"]) > 1:
             settings["pipeline_model_parallel_layout"] = written(_nanotron_split(row))
     elif not source and not row["gpu_type"].startswith("A100"):
-        # NVIDIA's recipes (NeMo, Megatron-Bridge): distributed optimizer with both overlaps.
+        # NVIDIA's recipes (NeMo, Megatron-Bridge): distributed optimizer with both overlaps;
+        # GPTConfig of NeMo 0175f4c, collections/llm/gpt/model/base.py, fuses the loss.
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-        settings |= dict.fromkeys(names, True)
+        settings |= dict.fromkeys((*names, "cross_entropy_loss_fusion"), True)
     if "LoRA" in row.get("techniques", ""):
         # MLPerf's Llama 2 70B (mlcommons/training, llama2_70b_lora).
         settings |= {"lora_rank": 16, "lora_targets": "linear_qkv,linear_proj"}
@@ -286,6 +310,19 @@ def _megatron(row: Row) -> dict[str, Any]:
     if row["recompute"] in ("full", "selective"):
         settings["recompute_granularity"] = Granularity(row["recompute"])
     return settings
+
+
+def _attention(row: Row) -> AttentionBackend:
+    """Return the backend of attention; flash-attn 2 on H100, too, for both that have it.
+
+    nanotron 2411b022, models/llama.py: CoreAttention; llm-foundry 8c8dd48,
+    scripts/train/benchmarking/sweep.py: attn_impl flash.
+    """
+    source = row.get("source", "")
+    if source.startswith(_STORED_SCORES):
+        return AttentionBackend.LOCAL
+    is_flash = source in ("nanotron", "llm-foundry")
+    return AttentionBackend.FLASH if is_flash else AttentionBackend.AUTO
 
 
 def _narrow(recipe: Recipe) -> dict[str, Any]:
@@ -319,7 +356,11 @@ def _nanotron_split(row: Row) -> list[int]:
 
 
 def _fsdp(row: Row) -> dict[str, Any]:
-    """Return the settings of PyTorch's rules. Composer reduces after every micro-batch."""
+    """Return the settings of PyTorch's rules. Composer reduces after every micro-batch.
+
+    llm-foundry trains without dropout; its loss is flash-attn's fused one, its norms are in
+    bf16 (8c8dd48, scripts/train/README.md: fused_crossentropy; low_precision_layernorm).
+    """
     settings: dict[str, Any] = {
         "recompute": {"full": Recompute.FULL, "selective": Recompute.OPS}.get(
             row["recompute"], Recompute.NONE

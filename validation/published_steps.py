@@ -47,10 +47,10 @@ from stepmark.step_memory.megatron_memory import OtherTensors, stage_memories  #
 from stepmark.step_memory.workload_memory import OUTSIDE_BYTES  # noqa: E402
 from stepmark.workloads.rules import RULES  # noqa: E402
 
-# Beyond Megatron-LM (huggingface/nanotron 2411b022): models/llama.py keeps SiLU's result;
-# parallel/tensor_parallel/functional.py subtracts the maximum of logits out of place;
-# optim/gradient_accumulator.py adds gradients in 16 bits after a whole backward pass.
-NANOTRON = OtherTensors(unfused=True, logit_bytes=4, grad_bytes=2)
+# Beyond Megatron-LM (huggingface/nanotron 2411b022): parallel/tensor_parallel/functional.py
+# subtracts the maximum of logits out of place; optim/gradient_accumulator.py adds gradients in
+# 16 bits after a whole backward pass.
+NANOTRON = OtherTensors(logit_bytes=4, grad_bytes=2)
 NAMES = {
     "steps": "published-steps.csv",
     "layouts": "published-layouts.csv",

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
+from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig, find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step_memory.megatron_memory import stage_memories
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron.narrow import Fp8Format
-from stepmark.workloads.rules.megatron.settings import Granularity, Megatron
+from stepmark.workloads.rules.megatron.settings import (
+    AttentionBackend,
+    Granularity,
+    Megatron,
+)
 
 GPT = ModelConfig(
     name="gpt",
@@ -63,6 +68,56 @@ def test_without_sequence_parallelism_norms_and_inputs_are_whole() -> None:
     assert kept == pytest.approx((8 + 24 / 8) * SBH, rel=0.01)
 
 
+STORED = Megatron(
+    attention_backend=AttentionBackend.LOCAL, attention_dropout=0.1, hidden_dropout=0.1
+)
+SELECTIVE = replace(STORED, recompute_granularity=Granularity.SELECTIVE)
+SCORES = 5 * 32 * 2048 / 4096  # 5 a s / h
+STATISTICS = 2 * 2 * 4 / 4096  # fp32 means and deviations of two norms, which the paper omits
+
+
+@pytest.mark.parametrize(
+    ("settings", "tp", "bytes_per_element"),
+    [
+        (STORED, 1, 34 + SCORES),  # equation 1
+        (STORED, 8, 10 + 24 / 8 + SCORES / 8),  # equation 2
+        (replace(STORED, sequence_parallel=True), 8, (34 + SCORES) / 8),  # equation 4
+        # Table 2: scores recomputed.
+        (SELECTIVE, 8, 10 + 24 / 8),
+        (replace(SELECTIVE, sequence_parallel=True), 8, 34 / 8),
+    ],
+)
+def test_stored_scores_and_masks_are_those_of_the_paper(
+    settings: Megatron, tp: int, bytes_per_element: float
+) -> None:
+    rows = tp if settings.sequence_parallel else 1
+    exact = (bytes_per_element + STATISTICS / rows) * SBH
+    kept = activations_per_layer(settings, tp=tp)
+    assert kept == pytest.approx(exact, rel=1e-12)
+
+
+def test_unfused_softmax_keeps_its_result_in_fp32() -> None:
+    unfused = replace(STORED, masked_softmax_fusion=False)
+    more = activations_per_layer(unfused) - activations_per_layer(STORED)
+    assert more == 2 * 2 * 32 * 2048**2  # the other softmax's is 16-bit: a s^2 b elements
+
+
+def test_shared_key_heads_are_copied_for_stored_scores() -> None:
+    model = replace(GPT, num_kv_heads=8)
+    plain = replace(STORED, attention_dropout=0.0)
+    size = 2 * 2 * 2048  # bytes of an element of each token
+    for settings, heads in ((plain, 32), (replace(SELECTIVE, attention_dropout=0.0), 8)):
+        deep, shallow = (
+            stage_memories(job(replace(model, num_layers=layers)), settings)[0]
+            for layers in (9, 8)
+        )
+        kept = deep.activations_bytes - shallow.activations_bytes
+        whole = stage_memories(job(replace(GPT, num_layers=9)), settings)[0]
+        whole_before = stage_memories(job(replace(GPT, num_layers=8)), settings)[0]
+        difference = whole.activations_bytes - whole_before.activations_bytes - kept
+        assert difference == 2 * (32 - heads) * 128 * size
+
+
 def test_a_recomputed_layer_keeps_its_input() -> None:
     settings = Megatron(sequence_parallel=True, recompute_granularity=Granularity.FULL)
     assert activations_per_layer(settings, tp=4) == 2 * SBH / 4
@@ -77,6 +132,27 @@ def test_parameters_have_18_bytes_or_6_and_12_over_the_data_ranks() -> None:
     halved = replace(settings, grad_reduce_in_bf16=True)
     (less,) = stage_memories(job(dp_shard=4), halved)
     assert less.gradients_bytes == memory.gradients_bytes / 2
+
+
+def test_fp16_gradients_are_cast_to_fp32_as_well() -> None:
+    """20 bytes a parameter, or 4 + 16 / ranks (docs of the distributed optimizer)."""
+    for sharded, each in ((False, 20), (True, 4 + 16 / 4)):
+        settings = Megatron(
+            use_distributed_optimizer=sharded, accumulate_allreduce_grads_in_fp32=False
+        )
+        (memory,) = stage_memories(replace(job(dp_shard=4), dtype=DType.FP16), settings)
+        kept = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        assert kept == pytest.approx(each * GPT.num_params, rel=0.001)
+
+
+def test_eager_swiglu_keeps_the_result_of_silu() -> None:
+    model = replace(GPT, activation="swiglu")
+    eager, fused = (
+        stage_memories(job(model), Megatron(bias_swiglu_fusion=is_fused))[0]
+        for is_fused in (False, True)
+    )
+    added = eager.activations_bytes - fused.activations_bytes
+    assert added == 8 * 2 * 2 * 2048 * 16384  # layers, bytes, tokens, width
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_stages_follow() -> None:

@@ -58,6 +58,8 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE
         | {"world_size": 8, "gbs": 8, "fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
         | {"first_last_layers_bf16": True},
+        DENSE | {"world_size": 8, "gbs": 8, "attention_backend": "local"},
+        DENSE | {"world_size": 8, "gbs": 8, "dtype": "fp16"},
     ],
     "deepspeed": [
         SHALLOW | {"world_size": 4, "stage3_prefetch_bucket_size": 10_000} | STAGE3,
@@ -126,6 +128,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2),
     "expert_tensor_parallel_size": (1,),
     "moe_aux_loss_coeff": (0.1,),
+    "attention_dropout": (0.1,),
+    "hidden_dropout": (0.1,),
     "gradient_clipping": (0.0,),
     "moe_expert_capacity_factor": (0.5,),
     "recompute_some": (2,),

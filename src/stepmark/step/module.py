@@ -51,13 +51,16 @@ class SavedTensors:
     """Elements per token that a module keeps for its backward pass.
 
     whole: on every tp rank; the others are divided by tp. eager: not where it is compiled.
-    statistics are in fp32.
+    statistics are in fp32. Masks of dropout have a byte each: masks of the rank's own rows,
+    divided_masks of attention's scores.
     """
 
     whole: int = 0
     divided: int = 0
     eager: int = 0
     statistics: int = 0
+    masks: int = 0
+    divided_masks: int = 0
 
     def __add__(self, other: "SavedTensors") -> "SavedTensors":
         return SavedTensors(
@@ -65,6 +68,8 @@ class SavedTensors:
             divided=self.divided + other.divided,
             eager=self.eager + other.eager,
             statistics=self.statistics + other.statistics,
+            masks=self.masks + other.masks,
+            divided_masks=self.divided_masks + other.divided_masks,
         )
 
 

@@ -27,6 +27,16 @@ from stepmark.model.ops import (
     Rope,
 )
 from stepmark.model.parallel import ParallelConfig, stage_layers
+from stepmark.step.kernel_choice import (
+    KernelChoice,
+    gradient_sum,
+    loss_module,
+    memory_kernel,
+    stored_scores,
+    swiglu,
+    with_dropout,
+    with_transposes,
+)
 from stepmark.step.layout import (
     Inputs,
     ShardLayout,
@@ -38,6 +48,8 @@ from stepmark.step.layout import (
 from stepmark.step.lora import frozen, scaled_sum
 from stepmark.step.module import Module, Param, SavedTensors, between, both, role_of, work_of
 from stepmark.step.workload import Kernel
+
+_PhaseKernel = tuple[Phase, Kernel]
 
 
 def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
@@ -83,6 +95,7 @@ class TreeBuilder:
     model: ModelConfig
     layout: ShardLayout
     inputs: Inputs
+    kernels: KernelChoice = KernelChoice()
 
     @property
     def _tp(self) -> int:
@@ -117,6 +130,10 @@ class TreeBuilder:
         model = self.model
         width = self.model.hidden_size
         lookup = table_lookup(self.tokens * width * self.inputs.plain_dtype.itemsize)
+        if self.kernels.adds_table_gradient:
+            numel = model.vocab_size // self._tp * width
+            added = gradient_sum(numel, self.inputs.plain_dtype.itemsize, self.kernels)
+            lookup = (*lookup, (Phase.WGRAD, added))
         tables = [("tokens", model.vocab_size // self._tp)]
         tables += [("positions", model.max_positions)] if model.max_positions else []
         leaves = []
@@ -145,7 +162,7 @@ class TreeBuilder:
         inside = (
             replace(norm, keeps=SavedTensors(whole=width)),
             replace(head, keeps=SavedTensors(whole=width)),
-            between("loss", *both(loss)),
+            loss_module(loss, self.kernels.loss),
         )
         return self._trained(Module(name="output", inside=tuple(map(_in_output, inside))))
 
@@ -262,12 +279,19 @@ class TreeBuilder:
             causal=cp == 1,
             dtype=inputs.plain_dtype,
         )
+        if self.kernels.stores_scores:
+            kv_heads = core.kv_heads * self._tp
+            yield from stored_scores(core, self.kernels, model.num_heads, kv_heads)
+            return
         # Keys and values of all ranks of cp.
         keys = cp * kv_heads * self._tp * (model.d_qk + model.d_v)
         keeps = SavedTensors(
             divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads
         )
-        yield replace(between("attention.core", *both(core)), keeps=keeps)
+        fused = replace(between("attention.core", *both(core)), keeps=keeps)
+        # Context parallelism exchanges keys and values in the layout that they have.
+        is_transposed = self.kernels.batch_first and cp == 1
+        yield with_transposes(fused, core) if is_transposed else fused
 
     def _mlp(self, linears: list[Linear], *, is_shared: bool = False) -> tuple[Module, ...]:
         *ups, down = (self.linear(linear, role_of(linear.name)) for linear in linears)
@@ -287,6 +311,10 @@ class TreeBuilder:
         op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
         gated = SavedTensors(divided=2 * kept_width, eager=kept_width)
         keeps = gated if is_gated else SavedTensors(divided=kept_width)
+        if is_gated and not self.kernels.fused_swiglu:
+            return replace(
+                swiglu(role, op), keeps=replace(gated, divided=3 * kept_width, eager=0)
+            )
         return replace(between(role, *both(op)), keeps=keeps)
 
     def _experts(self, linears: list[Linear]) -> Module:
@@ -353,6 +381,9 @@ class TreeBuilder:
                 dtype=inputs.plain_dtype,
             )
             ops = tuple(grouped_products(inputs, product))
+        if self.kernels.adds_gradients:
+            added = gradient_sum(count * out * width, inputs.plain_dtype.itemsize, self.kernels)
+            ops = (*ops, (Phase.WGRAD, added))
         # Without sequence parallelism every tp rank has all rows; ranks of another part of the
         # width do other work.
         num_replicas = max(1, self.own_replicas // etp)
@@ -418,11 +449,31 @@ class TreeBuilder:
         return Module(
             name=linear.name,
             role=role,
-            work=work_of(role, *products),
+            work=work_of(role, *products, *self._weight_kernels(linear, role, rows)),
             params=(weight, bias) if linear.has_bias else (weight,),
             num_replicas=num_replicas,
             is_linear=True,
         )
+
+    def _weight_kernels(self, linear: Linear, role: str, rows: int) -> Iterator[_PhaseKernel]:
+        """Yield the kernels of a bias, and the sum of the weight's gradient.
+
+        rows: of the product. A bias after the sum over tp has the rank's own rows.
+        """
+        kernels = self.kernels
+        size = self.inputs.plain_dtype.itemsize
+        out, width = linear.out, linear.width
+        if linear.split == "out":
+            out //= self._tp
+        elif linear.split == "in":
+            rows = self.own_tokens
+            width //= self._tp
+        if linear.has_bias and role in kernels.added_biases:
+            yield Phase.FWD, memory_kernel("bias_add", 2 * rows * out * size)
+        if linear.has_bias and role in kernels.summed_biases:
+            yield Phase.WGRAD, memory_kernel("bias_gradient", rows * out * size)
+        if kernels.adds_gradients:
+            yield Phase.WGRAD, gradient_sum(out * width, size, kernels)
 
     def _norm(
         self, name: str, role: str, width: int, rows: int = 0, *, kind: str = "rmsnorm"
@@ -460,7 +511,12 @@ class TreeBuilder:
 
     def _residual(self, role: str) -> Module:
         """Return x + f(x)."""
-        return replace(self._sum(role, self.own_tokens), num_replicas=self.own_replicas)
+        residual = replace(self._sum(role, self.own_tokens), num_replicas=self.own_replicas)
+        if not self.kernels.dropout_of_rows:
+            return residual
+        width = self.model.hidden_size
+        size = self.inputs.plain_dtype.itemsize
+        return with_dropout(residual, self.own_tokens * width, width, size)
 
     def _sum(self, role: str, rows: int) -> Module:
         return tensor_sum(

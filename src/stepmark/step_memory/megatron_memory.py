@@ -10,12 +10,12 @@ that becomes their softmax and then their gradient. fusions/fused_bias_swiglu.py
 of the activation. TransformerEngine 2.11, pytorch/module/base.py (get_weight_workspace): narrow
 weights stay in both layouts from a step's first micro-batch on; pytorch/module/linear.py keeps
 narrow inputs. tensor_parallel/random.py: a checkpoint keeps its input; one without output
-(CheckpointWithoutOutput) keeps it, too, and frees its output. Attention is flash attention: the
-scores are not saved. Dropout is off.
+(CheckpointWithoutOutput) keeps it, too, and frees its output. Fused attention saves no scores;
+unfused attention saves probabilities, and dropout their mask and what it leaves of them.
 
 What a module keeps is in the tree (step/module.py, SavedTensors). Without experts, and with
-sequence parallelism, its sum is 34 s b h / t of Korthikanti et al. (arXiv:2205.05198,
-equation 4, with the scores recomputed) less the masks of dropout.
+sequence parallelism, its sum is that of Korthikanti et al. (arXiv:2205.05198, equation 4):
+(34 s b h + 5 a s^2 b) / t with stored scores and dropout, 32 s b h / t with neither.
 """
 
 import itertools
@@ -53,11 +53,10 @@ _UP_PROJECTIONS = ("attention.q_up", "attention.kv_up")
 class OtherTensors:
     """Tensors of a framework that divides a model as Megatron-LM does, beyond Megatron-LM's.
 
-    unfused: activations keep what fused ones compute again. logit_bytes: of a logit while the
-    loss is computed. grad_bytes: of a parameter, its gradient before it is added to the sum.
+    logit_bytes: of a logit while the loss is computed. grad_bytes: of a parameter, its gradient
+    before it is added to the sum.
     """
 
-    unfused: bool = False
     logit_bytes: int = 0
     grad_bytes: int = 0
 
@@ -100,6 +99,8 @@ def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict
     settings = plan.settings
     of_weight = plan.job.dtype.itemsize
     of_state = (_MOMENTS + (plan.job.dtype is not DType.FP32)) * _FP32  # and fp32 weights
+    if plan.gradient_dtype.itemsize < _FP32:  # cast for the update
+        of_state += _FP32
     weights = states = grads = 0
     for chunk in chunks:
         params = layers.params_of(chunk)
@@ -156,9 +157,8 @@ class _Layers:
     @cached_property
     def layers(self) -> dict[str, "_Layer"]:
         """What a layer keeps by kind."""
-        unfused = self.others.unfused
         return {
-            kind: _layer(plan_of(self.plan, kind), moe=has_experts(kind), unfused=unfused)
+            kind: _layer(plan_of(self.plan, kind), moe=has_experts(kind))
             for kind in self.params
         }
 
@@ -211,6 +211,8 @@ class _Layers:
         else:
             saved = sum(kind.saved for kind in kinds)
         head = 0
+        if chunk.has_embedding and plan.kernels.dropout_of_rows:
+            saved += self.rows // size  # the mask, a byte an element
         if chunk.has_head:
             saved += 2 * self.rows  # inputs of the last norm and of the head
             logits = plan.tokens * plan.model.vocab_size // plan.tp
@@ -228,13 +230,13 @@ class _Layer:
     working: int
 
 
-def _layer(plan: Plan, *, moe: bool, unfused: bool) -> _Layer:
+def _layer(plan: Plan, *, moe: bool) -> _Layer:
     leaves = [leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work]
     groups = selected(plan, [leaf.role for leaf in leaves])
     saved = dropped = 0
     before = ""  # group of the module before
     for leaf in leaves:
-        size = _saved_bytes(plan, leaf, unfused=unfused)
+        size = _saved_bytes(plan, leaf)
         group = groups.get(leaf.role, "")
         # A checkpoint keeps the input of its first module; without output, the next module's
         # input is what is dropped.
@@ -263,7 +265,7 @@ def _working(plan: Plan, leaf: Module) -> int:
 _WITHOUT_OUTPUT = ("layernorm", "moe_act", "mla_up_proj")
 
 
-def _saved_bytes(plan: Plan, leaf: Module, *, unfused: bool) -> int:
+def _saved_bytes(plan: Plan, leaf: Module) -> int:
     """Return the bytes that a module keeps of a micro-batch.
 
     A product keeps its input for the gradient of its weight, in its own type; attention keeps
@@ -273,7 +275,7 @@ def _saved_bytes(plan: Plan, leaf: Module, *, unfused: bool) -> int:
     keeps = leaf.keeps
     itemsize = plan.job.dtype.itemsize
     part = plan.tokens / plan.tp
-    divided = keeps.divided + (keeps.eager if unfused else 0)
+    divided = keeps.divided
     param = next(iter(leaf.params), None)
     is_own = leaf.role in _UP_PROJECTIONS or (param is not None and param.is_partial)
     rows = plan.own_tokens if is_own else part
@@ -292,6 +294,7 @@ def _saved_bytes(plan: Plan, leaf: Module, *, unfused: bool) -> int:
         assert model.moe is not None
         rows = plan.expert_rows / model.moe.top_k
     statistics = int(_FP32 * keeps.statistics * (plan.own_tokens if is_own else part))
+    statistics += keeps.masks * plan.own_tokens + int(keeps.divided_masks * part)
     numel = int(keeps.whole * plan.own_tokens + divided * rows)
     if not (leaf.is_linear or (param is not None and param.is_expert)):
         return itemsize * numel + statistics

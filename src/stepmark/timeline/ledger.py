@@ -81,7 +81,8 @@ def work_of_op(op: ComputeOp) -> Work:
         return Work.MATMUL
     if isinstance(op.op, Attention):
         return Work.ATTENTION
-    return Work.LOSS if isinstance(op.op, CrossEntropy) else Work.ELEMENTWISE
+    is_loss = isinstance(op.op, CrossEntropy) or op.module == "loss"
+    return Work.LOSS if is_loss else Work.ELEMENTWISE
 
 
 def work_of_key(key: OpKey) -> Work:

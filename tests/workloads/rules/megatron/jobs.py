@@ -16,6 +16,7 @@ from stepmark.timeline.ledger import Work
 from stepmark.timeline.step_cost import Costs, OpCost
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron.rule import Megatron
+from stepmark.workloads.rules.megatron.settings import AttentionBackend
 
 DENSE = ModelConfig(
     name="small",
@@ -83,7 +84,13 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Megatron]:
         mesh["ep"] = draw(st.sampled_from((1, 2)))
     sharded = draw(st.booleans())
     reduced = draw(st.booleans())
+    backends = [*AttentionBackend] if mesh["cp"] == 1 else [AttentionBackend.AUTO]
     settings: dict[str, Any] = {
+        "attention_backend": draw(st.sampled_from(backends)),
+        "attention_dropout": draw(st.sampled_from((0.0, 0.1))),
+        "hidden_dropout": draw(st.sampled_from((0.0, 0.1))),
+        "bias_swiglu_fusion": draw(st.booleans()),
+        "gradient_accumulation_fusion": draw(st.booleans()),
         # Without it there are no experts over tp, and tp ranks repeat latent attention's parts.
         "sequence_parallel": model.moe is not None or draw(st.booleans()),
         "use_distributed_optimizer": sharded,

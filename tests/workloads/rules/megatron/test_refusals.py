@@ -16,9 +16,15 @@ from stepmark.model.model import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.megatron.narrow import Fp8Format
 from stepmark.workloads.rules.megatron.pipeline_layout import chunks_of
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
-from stepmark.workloads.rules.megatron.settings import CpComm, Granularity, RouterDtype
+from stepmark.workloads.rules.megatron.settings import (
+    AttentionBackend,
+    CpComm,
+    Granularity,
+    RouterDtype,
+)
 
 from .jobs import DENSE, EXPERTS, LATENT, comms, make
 
@@ -101,6 +107,24 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
         },
         "recompute_modules mla_up_proj is invalid: .* left out for a model without latent",
     ),
+    (
+        DENSE,
+        {},
+        {"accumulate_allreduce_grads_in_fp32": False},
+        "accumulate_allreduce_grads_in_fp32 .* without fp16; with bf16 grad_reduce_in_bf16",
+    ),
+    (
+        DENSE,
+        {"cp": 2},
+        {"attention_backend": AttentionBackend.UNFUSED},
+        "attention_backend unfused is invalid: it must be auto, flash or fused with cp > 1",
+    ),
+    (
+        DENSE,
+        {},
+        {"attention_backend": AttentionBackend.LOCAL, "fp8_format": Fp8Format.HYBRID},
+        "attention_backend local is invalid: .* auto, flash, fused or unfused with narrow",
+    ),
     (DENSE, {}, {"virtual_pipeline_model_parallel_size": 2}, "vpp.*one pipeline stage"),
     (
         DENSE,
@@ -158,6 +182,7 @@ def test_what_does_not_divide_is_refused(
             },
             "only with moe_expert_capacity_factor",
         ),
+        ({"hidden_dropout": 1.0}, "hidden_dropout 1.0 is invalid: .* from 0 to below 1"),
         ({FIRST: 0}, "decoder_first_pipeline_num_layers 0 is invalid: it must be 1 or more"),
         ({LAST: 0}, "decoder_last_pipeline_num_layers 0 is invalid: it must be 1 or more"),
         ({"ddp_bucket_size": 0}, "ddp_bucket_size"),

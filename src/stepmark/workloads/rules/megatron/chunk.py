@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Phase
+from stepmark.step.kernel_choice import CORE
 from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workloads.rules.megatron import gradients, narrow
@@ -87,8 +88,8 @@ class Library:
             if plan.settings.overlap_moe_expert_parallel_comm:
                 self._add_pieces(kind)
             self.add(f"{kind}.full", (*self.operations[f"{kind}.again"], *backward(steps)))
-        self.add("embedding.forward", forward([embedding(plan)]))
-        self.add("embedding.backward", backward([embedding(plan)]))
+        self.add("embedding.forward", forward(embedding(plan)))
+        self.add("embedding.backward", backward(embedding(plan)))
         last = head(plan)
         self.add("head.forward", forward(last))
         self.add("head.backward", backward(last))
@@ -367,7 +368,7 @@ def selected(plan: Plan, modules: Sequence[str]) -> dict[str, str]:
         for module in modules:
             name = adapted(module)
             inside = {
-                "core_attn": name == "attention.core",
+                "core_attn": name in CORE,
                 "layernorm": name in ("attention.norm", "mlp.norm"),
                 "mla_up_proj": plan.model.mla is not None and name in _LATENT_UP,
                 "mlp": name in ("mlp.up", "mlp.gate_up", "mlp.activation", "mlp.down"),

@@ -19,6 +19,7 @@ from typing import Any
 from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Optimizer, Phase
+from stepmark.step.kernel_choice import memory_kernel
 from stepmark.step.module import Module
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Operation
 from stepmark.workloads.pipeline import wait
@@ -32,6 +33,7 @@ EMBEDDING = -1
 HEAD = -2
 # One communicator sums over the optimizer instances, for dense parameters and for experts.
 INSTANCES = "instances"
+_FP32 = DType.FP32.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +281,7 @@ def end_of_step(plan: Plan, stage: StageParams) -> tuple[Operation, ...]:
     scalar = _scalar(plan)
     largest = partial(scalar, group="mp", redop=RedOp.MAX)
     return (
+        *_buffer_kernels(plan, stage),
         *_grad_finalize(plan, stage),
         *_update(plan, stage),
         # The messages of train_step and training_log.
@@ -320,6 +323,29 @@ def _grad_finalize(plan: Plan, stage: StageParams) -> list[Operation]:
     return ops
 
 
+def _buffer_kernels(plan: Plan, stage: StageParams) -> Iterator[ComputeOp]:
+    """Yield the kernels over whole gradient buffers, which reductions come after.
+
+    Megatron-LM checks the norm of each bucket (check_for_nan_in_grad), divides by data ranks
+    unless the collective or the loss does, and sets gradients to zero before the next step
+    (param_and_grad_buffer.py: start_grad_sync; distributed_data_parallel.py: zero_grad_buffer).
+    Here they are in one place, also where reductions overlap with the backward pass.
+    """
+    num_bytes = sum(bucket.padded for bucket in stage.all_buckets)
+    num_bytes *= plan.gradient_dtype.itemsize
+    settings = plan.settings
+    averages = settings.ddp_average_in_collective or settings.calculate_per_token_loss
+    planes = {"gradient_check": 1, "gradient_scale": 2, "gradient_zero": 1}
+    if averages or plan.size("dp_cp") == 1:
+        del planes["gradient_scale"]
+    if plan.job.dtype is DType.FP16:  # the scaler of the loss looks for overflows instead
+        del planes["gradient_check"]
+    for name, count in planes.items():
+        yield ComputeOp(
+            op=memory_kernel(name, count * num_bytes), phase=Phase.OPTIM, module="gradients"
+        )
+
+
 def _update(plan: Plan, stage: StageParams) -> list[Operation]:
     """Return ChainedOptimizer.step: optimizers of dense parameters and, with ep, of experts.
 
@@ -334,34 +360,58 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
         norm_groups = ["intra_dist_opt" for _ in kinds]
     ops: list[Operation] = []
     scalar = _scalar(plan)
+    counts = {expert: _updated_count(plan, stage, expert=expert) for expert in kinds}
+    total = sum(counts.values())
+    gradient_size = plan.gradient_dtype.itemsize
+    if gradient_size < _FP32:
+        ops += _over_parameters("gradient_cast", total, gradient_size + _FP32)
     if plan.job.dtype is DType.FP16:
+        ops += _over_parameters("gradient_unscale", total, 2 * _FP32)
         for group in norm_groups:
             ops += scalar(group=group, module="overflow", redop=RedOp.MAX)
+    ops += _over_parameters("gradient_norm", total, _FP32)
     for group in dict.fromkeys(norm_groups):
         ops += scalar(group=group, module="gradient_norm")
     gathers = sharded and not plan.settings.overlap_param_gather
     for expert in kinds:
-        # The update of this rank's share of parameters, in fp32.
         own = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
-        count = sum(bucket.count for bucket in own)
         group = "intra_expt_dp" if expert else "intra_dp_cp"
-        if sharded:
-            ranks = plan.size(group)
-            count = sum(bucket.padded for bucket in own) // ranks
+        count = counts[expert]
         if own:
+            module = "optimizer.experts" if expert else "optimizer"
             ops.append(
                 ComputeOp(
                     op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
                     phase=Phase.OPTIM,
-                    module="optimizer.experts" if expert else "optimizer",
+                    module=module,
                 )
             )
-            counts = [size for bucket in own for size in bucket.narrow_counts]
-            ops += narrow.weight_casts(plan, counts, group)
+            size = plan.job.dtype.itemsize
+            if size < _FP32:  # the fp32 weights are copied to the model's
+                ops += _over_parameters("parameter_copy", count, _FP32 + size, module)
+            narrow_counts = [size for bucket in own for size in bucket.narrow_counts]
+            ops += narrow.weight_casts(plan, narrow_counts, group)
         # Each optimizer gathers all buckets of the chunks, including the other's.
         for bucket in stage.all_buckets if gathers else ():
             ops += gather(plan, bucket)
     return ops
+
+
+def _updated_count(plan: Plan, stage: StageParams, *, expert: bool) -> int:
+    """Return the parameters of a kind that this rank updates, in fp32."""
+    own = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
+    if not plan.settings.use_distributed_optimizer:
+        return sum(bucket.count for bucket in own)
+    ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
+    return sum(bucket.padded for bucket in own) // ranks
+
+
+def _over_parameters(
+    name: str, count: int, num_bytes: int, module: str = "optimizer"
+) -> tuple[ComputeOp, ...]:
+    """Return a kernel over the parameters that this rank updates. num_bytes: of one of them."""
+    op = memory_kernel(name, count * num_bytes)
+    return (ComputeOp(op=op, phase=Phase.OPTIM, module=module),) if count else ()
 
 
 def _scalar(plan: Plan) -> "partial[tuple[CommOp, ...]]":

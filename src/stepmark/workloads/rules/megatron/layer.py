@@ -31,6 +31,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.model import MoeConfig
 from stepmark.model.ops import Attention, Phase
+from stepmark.step.kernel_choice import CORE, memory_kernel
 from stepmark.step.layout import is_cast
 from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation
@@ -147,8 +148,8 @@ def _summed(
     return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=bwd)
 
 
-def embedding(plan: Plan) -> Step:
-    """Return the lookup in this rank's share of the vocabulary, summed over tp.
+def embedding(plan: Plan) -> tuple[Step, ...]:
+    """Return the lookup in this rank's share of the vocabulary, summed over tp, and dropout.
 
     With learned positions the sum is an all-reduce even under sequence parallelism, after which
     each rank keeps its part (language_model_embedding.py, reduce_scatter_embeddings).
@@ -156,7 +157,20 @@ def embedding(plan: Plan) -> Step:
     leaf = plan.tree.embedding().inside[0]
     rows = plan.tokens * plan.model.hidden_size
     step = _summed(plan, leaf, rows, layer=None, scatters=not plan.model.max_positions)
-    return step if leaf.bwd else replace(step, bwd=())
+    step = step if leaf.bwd else replace(step, bwd=())
+    return (step, *_embedding_dropout(plan)) if plan.kernels.dropout_of_rows else (step,)
+
+
+def _embedding_dropout(plan: Plan) -> Iterator[Step]:
+    """Yield the dropout of the embedding's rows; a frozen table needs no gradient."""
+    numel = plan.own_tokens * plan.model.hidden_size
+    kernel = memory_kernel("dropout", numel * (2 * plan.job.dtype.itemsize + 1))
+    module = "embedding.dropout"
+    fwd, bwd = (
+        ComputeOp(op=kernel, phase=phase, module=module, microbatch=0)
+        for phase in (Phase.FWD, Phase.BWD)
+    )
+    yield Step(module=module, fwd=(fwd,), bwd=(bwd,) if plan.lora is None else ())
 
 
 def head(plan: Plan) -> tuple[Step, ...]:
@@ -235,7 +249,8 @@ def attention(plan: Plan) -> tuple[Step, ...]:
         steps += _latent(plan, parts)
     if "rope" in parts:
         steps.append(of_leaf(parts["rope"]))
-    steps.append(_core(plan, parts["core"]))
+    roles = (role.removeprefix("attention.") for role in CORE)
+    steps += [_core(plan, parts[name]) for name in roles if name in parts]
     steps.append(row(plan, parts["out"], hidden))
     steps += beside("attention.out", is_column=False)
     steps.append(of_leaf(parts["residual"]))

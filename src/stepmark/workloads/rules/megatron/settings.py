@@ -12,6 +12,7 @@ from functools import partial
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
+from stepmark.step.kernel_choice import KernelChoice, Loss, Softmax
 from stepmark.step.layout import model_as
 from stepmark.step.lora import Lora
 from stepmark.step.tree import TreeBuilder
@@ -71,6 +72,22 @@ class RouterDtype(StrEnum):
     FP64 = "fp64"
 
 
+class AttentionBackend(StrEnum):
+    """Kernels of attention: fused ones by flash-attn or cuDNN, or stored scores.
+
+    auto: TransformerEngine chooses a fused one. unfused: its batched products. local:
+    megatron-core's own layers, without TransformerEngine (--spec local).
+    """
+
+    AUTO = "auto"
+    FLASH = "flash"
+    FUSED = "fused"
+    UNFUSED = "unfused"
+    LOCAL = "local"
+
+
+STORED_SCORES = (AttentionBackend.UNFUSED, AttentionBackend.LOCAL)
+_STORED = {"attention_backend": STORED_SCORES}
 RECOMPUTE_MODULES = (
     "core_attn",
     "layernorm",
@@ -121,6 +138,9 @@ class Megatron:
     ddp_pad_buckets_for_high_nccl_busbw: bool = setting(False, "pad buckets to 65536 elements")
     ddp_average_in_collective: bool = setting(False, "average gradients in the collective")
     grad_reduce_in_bf16: bool = setting(False, "reduce gradients in bf16 instead of fp32")
+    accumulate_allreduce_grads_in_fp32: bool = setting(
+        True, "sum and reduce gradients in fp32; with fp16 Megatron-LM's default is no"
+    )
     virtual_pipeline_model_parallel_size: int = setting(
         1, "model chunks per pipeline stage", common=True
     )
@@ -170,7 +190,25 @@ class Megatron:
     recompute_num_layers: int = setting(
         1, "with full: layers per checkpoint (uniform), or recomputed per chunk (block)"
     )
-    cross_entropy_loss_fusion: bool = setting(False, "fuse two all-reduces of the loss")
+    attention_backend: AttentionBackend = setting(
+        AttentionBackend.AUTO, "kernels of attention; unfused and local store its scores"
+    )
+    attention_dropout: float = setting(
+        0.0, "dropout of attention's probabilities (Megatron-LM: 0.1)", only=_STORED
+    )
+    hidden_dropout: float = setting(0.0, "dropout before residuals (Megatron-LM: 0.1)")
+    masked_softmax_fusion: bool = setting(
+        True,
+        "scale, mask and softmax are one kernel",
+        only={"attention_backend": (AttentionBackend.LOCAL,)},
+    )
+    bias_swiglu_fusion: bool = setting(True, "SwiGLU is one kernel per pass")
+    gradient_accumulation_fusion: bool = setting(
+        True, "products add weight gradients to their fp32 sums"
+    )
+    cross_entropy_loss_fusion: bool = setting(
+        False, "fuse kernels and two all-reduces of the loss"
+    )
     calculate_per_token_loss: bool = setting(False, "divide gradients by the number of tokens")
     create_attention_mask_in_dataloader: bool = setting(
         True, "broadcast each attention mask over tp"
@@ -239,6 +277,7 @@ class Megatron:
                 "only without calculate_per_token_loss",
             ),
         )
+        _check_dropout(self)
         for word in self.modules:
             if word not in RECOMPUTE_MODULES:
                 raise not_one_of("recompute_modules", word, RECOMPUTE_MODULES)
@@ -265,6 +304,13 @@ class Megatron:
     def adapted_layers(self) -> tuple[str, ...]:
         """Linear layers that lora_targets names."""
         return tuple(word.strip() for word in self.lora_targets.split(",") if word.strip())
+
+
+def _check_dropout(settings: Megatron) -> None:
+    for name in ("attention_dropout", "hidden_dropout"):
+        probability = getattr(settings, name)
+        if not 0 <= probability < 1:
+            raise ConfigError(name, probability, "from 0 to below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,7 +369,53 @@ class Plan:
         etp = self.etp
         tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp, lora=self.lora)
         inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp)
-        return replace(tree, inputs=inputs)
+        return replace(tree, inputs=inputs, kernels=self.kernels)
+
+    @property
+    def kernels(self) -> KernelChoice:
+        """Kernels of a layer.
+
+        Biases of all linear layers but the first are added in other modules, which sum their
+        gradients; that of q, k and v is a part of TransformerEngine's products.
+        """
+        settings = self.settings
+        backend = settings.attention_backend
+        is_local = backend is AttentionBackend.LOCAL
+        qkv = frozenset({"attention.qkv"}) if is_local else frozenset()
+        loss = Loss.VOCAB_PARALLEL
+        if settings.cross_entropy_loss_fusion:
+            loss = Loss.VOCAB_PARALLEL_FUSED
+        return KernelChoice(
+            stores_scores=backend in STORED_SCORES,
+            batch_first=backend is AttentionBackend.FLASH,
+            softmax=self._softmax,
+            dropout_of_attention=settings.attention_dropout > 0,
+            dropout_of_rows=settings.hidden_dropout > 0,
+            added_biases=qkv,
+            summed_biases=qkv | {"attention.out", "mlp.up", "mlp.gate_up", "mlp.down"},
+            fused_swiglu=settings.bias_swiglu_fusion,
+            adds_gradients=not settings.gradient_accumulation_fusion,
+            adds_table_gradient=self.lora is None,
+            sum_bytes=self.gradient_dtype.itemsize,
+            loss=loss,
+        )
+
+    @property
+    def _softmax(self) -> Softmax:
+        """Softmax of stored scores.
+
+        fused_softmax.py and TransformerEngine's softmax.py (is_kernel_available); the latter's
+        causal kernel is disabled.
+        """
+        seq = self.model.seq_len
+        num_rows = self.job.mbs * self.model.num_heads // self.tp
+        fits = self.job.dtype is not DType.FP32 and not num_rows % 4
+        if self.settings.attention_backend is AttentionBackend.UNFUSED:
+            fits = fits and 16 < seq < 16384 and not seq % 8
+            return Softmax.MASKED if fits else Softmax.UNFUSED
+        fits = fits and 16 < seq <= 4096 and not seq % 4
+        is_fused = fits and self.settings.masked_softmax_fusion
+        return Softmax.CAUSAL if is_fused else Softmax.UNFUSED
 
     @property
     def lora(self) -> Lora | None:
@@ -366,7 +458,8 @@ class Plan:
 
     @property
     def gradient_dtype(self) -> DType:
-        if self.settings.grad_reduce_in_bf16:
+        in_fp32 = self.settings.accumulate_allreduce_grads_in_fp32
+        if self.settings.grad_reduce_in_bf16 or not in_fp32:
             return self.job.dtype
         return DType.FP32
 
@@ -438,11 +531,26 @@ def _layout_refusals(plan: Plan) -> tuple[_Refusal, ...]:
             plan.etp,
             f"a divisor of the experts' width ({width})",
         ),
+        *_gradient_refusals(plan),
+    )
+
+
+def _gradient_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return the refusals of a type of gradients."""
+    settings = plan.settings
+    dtype = plan.job.dtype
+    return (
         (
-            settings.grad_reduce_in_bf16 and plan.job.dtype is not DType.BF16,
+            settings.grad_reduce_in_bf16 and dtype is not DType.BF16,
             "grad_reduce_in_bf16",
             True,
             "only with bf16",
+        ),
+        (
+            not settings.accumulate_allreduce_grads_in_fp32 and dtype is not DType.FP16,
+            "accumulate_allreduce_grads_in_fp32",
+            False,
+            "true without fp16; with bf16 grad_reduce_in_bf16 is for that",
         ),
     )
 
@@ -472,9 +580,30 @@ def _technique_refusals(plan: Plan) -> tuple[_Refusal, ...]:
             True,
             "only without shared_experts in recompute_modules",
         ),
+        *_backend_refusals(plan),
         *_userbuffer_refusals(plan),
         *_lora_refusals(plan),
         *_combined_refusals(plan),
+    )
+
+
+def _backend_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return what attention with stored scores, and layers without TransformerEngine, lack."""
+    settings = plan.settings
+    backend = settings.attention_backend
+    if backend not in STORED_SCORES:
+        return ()
+    is_local = backend is AttentionBackend.LOCAL
+    name = "attention_backend"
+    return (
+        (plan.job.parallel.cp > 1, name, backend, "auto, flash or fused with cp > 1"),
+        (
+            is_local and (settings.tp_comm_overlap or plan.job.products is not None),
+            name,
+            backend,
+            "auto, flash, fused or unfused with narrow products or tp_comm_overlap, which"
+            " are TransformerEngine's",
+        ),
     )
 
 
