@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stepmark.cases.training import Recompute
+from stepmark.cases.training import CompileScope, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import ModelConfig, MoeConfig, find_model
@@ -25,6 +25,7 @@ from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp8Format, Fp8Re
 from stepmark.workloads.rules.megatron.pipeline_layout import written
 from stepmark.workloads.rules.megatron.settings import AttentionBackend, Granularity
 from stepmark.workloads.rules.pytorch.schedules import Schedule
+from stepmark.workloads.rules.pytorch.settings import AttentionKernel
 
 DATA = Path(__file__).parent / "data"
 
@@ -108,16 +109,12 @@ class UnstatedError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class PublishedJob:
-    """A job by a framework's rules on a device; equal ones have equal steps.
-
-    attention: the backend that ran, by Megatron-LM's word; auto: not known.
-    """
+    """A job by a framework's rules on a device; equal ones have equal steps."""
 
     framework: str
     job: Job
     settings: Any
     device: str
-    attention: AttentionBackend = AttentionBackend.AUTO
 
 
 def read_rows(name: str | Path) -> list[dict[str, str]]:
@@ -174,7 +171,6 @@ def job_of(row: Row) -> PublishedJob:
         job=job,
         settings=_settings(framework, settings),
         device=_device(row),
-        attention=_attention(row),
     )
 
 
@@ -313,16 +309,11 @@ def _megatron(row: Row) -> dict[str, Any]:
 
 
 def _attention(row: Row) -> AttentionBackend:
-    """Return the backend of attention; flash-attn 2 on H100, too, for both that have it.
-
-    nanotron 2411b022, models/llama.py: CoreAttention; llm-foundry 8c8dd48,
-    scripts/train/benchmarking/sweep.py: attn_impl flash.
-    """
+    """Return the backend of attention; nanotron's (models/llama.py: CoreAttention) is flash."""
     source = row.get("source", "")
     if source.startswith(_STORED_SCORES):
         return AttentionBackend.LOCAL
-    is_flash = source in ("nanotron", "llm-foundry")
-    return AttentionBackend.FLASH if is_flash else AttentionBackend.AUTO
+    return AttentionBackend.FLASH if source == "nanotron" else AttentionBackend.AUTO
 
 
 def _narrow(recipe: Recipe) -> dict[str, Any]:
@@ -359,12 +350,18 @@ def _fsdp(row: Row) -> dict[str, Any]:
     """Return the settings of PyTorch's rules. Composer reduces after every micro-batch.
 
     llm-foundry trains without dropout; its loss is flash-attn's fused one, its norms are in
-    bf16 (8c8dd48, scripts/train/README.md: fused_crossentropy; low_precision_layernorm).
+    bf16 (8c8dd48, scripts/train/README.md: fused_crossentropy; low_precision_layernorm), and
+    its attention is flash-attn 2's (scripts/train/benchmarking/sweep.py: attn_impl). torchtitan compiles blocks where it says so.
     """
+    is_foundry = row.get("source", "") == "llm-foundry"
+    is_compiled = "compile" in row.get("techniques", "")
+    unfused = CompileScope.LAYERS if is_compiled else CompileScope.NONE
     settings: dict[str, Any] = {
+        "attention_backend": AttentionKernel.FLASH if is_foundry else AttentionKernel.AUTO,
+        "compile": CompileScope.LOSS if is_foundry else unfused,
         "recompute": {"full": Recompute.FULL, "selective": Recompute.OPS}.get(
             row["recompute"], Recompute.NONE
-        )
+        ),
     }
     if int(row["vpp"] or 1) > 1:
         settings |= {"pp_schedule": Schedule.INTERLEAVED, "pp_stages": int(row["vpp"])}

@@ -18,7 +18,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import correlation, mean, median
@@ -35,7 +35,6 @@ from published_jobs import (  # noqa: E402
     read_rows,
 )
 
-from stepmark.cases.training import CompileScope  # noqa: E402
 from stepmark.ground.errors import ConfigError  # noqa: E402
 from stepmark.model.device import find_device_by_alias  # noqa: E402
 from stepmark.predictions.predict import predict  # noqa: E402
@@ -304,7 +303,7 @@ def memory_of(row: Row) -> tuple[int, bool] | None:
         stages = stage_memories(job.job, job.settings, NANOTRON)
         needed = max(stage.reserved_bytes for stage in stages) + OUTSIDE_BYTES
         return stages[0].reserved_bytes, needed > device.hbm_bytes
-    case = replace(pytorch_memory.case_of(job.job, job.settings), compile=CompileScope.LOSS)
+    case = pytorch_memory.case_of(job.job, job.settings)
     found = memory.estimate(case)
     size = 40 * 2**30 if row["gpu_type"].endswith("40GB") else device.hbm_bytes
     verdict = memory.verdict(case, found.allocated_bytes, found.reserved_bytes, size)

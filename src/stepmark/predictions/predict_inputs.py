@@ -211,9 +211,8 @@ def _unused(
             step = of_case(without)
         except ConfigError:  # another option needs it
             continue
-        parts = (
-            (w.blocks, w.stages, w.groups, w.settings.get("compile")) for w in (workload, step)
-        )
+        chosen = operator.itemgetter("compile", "attention_backend")
+        parts = ((w.blocks, w.stages, w.groups, chosen(w.settings)) for w in (workload, step))
         if operator.eq(*parts) and launch_of(step, without) is launch_of(workload, case):
             names.append(name)
             train = fewer

@@ -12,7 +12,7 @@ from stepmark.step.workload import Workload
 from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.schedules import Schedule
-from stepmark.workloads.rules.pytorch.settings import PyTorch
+from stepmark.workloads.rules.pytorch.settings import AttentionKernel, PyTorch
 
 _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
@@ -88,6 +88,9 @@ def settings_of(case: TrainCase) -> PyTorch:
         embedding_in_backward=case.embedding_in_backward,
         tp_plan=case.tp_plan,
         async_tp=case.async_tp,
+        attention_backend=AttentionKernel.FLASH
+        if case.attention == AttentionKernel.FLASH
+        else AttentionKernel.AUTO,
         compile=case.compile,
         autocast=is_amp,
         masters=case.precision is Precision.MASTER,

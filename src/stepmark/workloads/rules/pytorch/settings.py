@@ -32,6 +32,13 @@ class StageEnds(StrEnum):
     ROOT = "root"  # the model itself, gathered once a pass: torch's tutorial
 
 
+class AttentionKernel(StrEnum):
+    """Kernel of attention, as far as times by data sheet tell them apart."""
+
+    AUTO = "auto"  # the fastest of the device
+    FLASH = "flash"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PyTorch:
     """fully_shard's and DistributedDataParallel's parameters, and how a step runs.
@@ -93,6 +100,9 @@ class PyTorch:
     )
     async_tp: bool = setting(
         False, "blocks are compiled, with products of tp in pieces that are sent", only=_DIVIDED
+    )
+    attention_backend: AttentionKernel = setting(
+        AttentionKernel.AUTO, "auto, or flash: FlashAttention-2, also on Hopper"
     )
     compile: CompileScope = setting(
         CompileScope.NONE, "torch.compile of: none, block, layers, loss or model"
