@@ -65,6 +65,9 @@ OTHERS_LIKE = "h200-sxm"
 # level counts: the second's is that of the first.
 TRAINED = {"b200": "b200", "gb200": "b200", "b300": "b200", "gb300": "b200"}
 LARGE_FLOPS = 1e11
+OWN_FLOPS = 5e9
+# Heads of 64 and 256 run at this device's ratio to heads of 128 where they were not measured.
+WIDTHS_LIKE = "h100-sxm"
 Array = npt.NDArray[np.float64]
 Row = Mapping[str, str]
 
@@ -209,6 +212,45 @@ def attention_law(rows: Sequence[Row], peak: float) -> dict[str, float]:
     weighted = np.array(columns) / np.array(times)[:, None]
     launch, inverse, element = np.linalg.lstsq(weighted, np.ones(len(times)), rcond=None)[0]
     return {"launch_us": launch, "tflops": peak / inverse / 1e12, "element_us": element}
+
+
+def with_other_widths(
+    laws: Mapping[int, dict[str, float]], kind: str
+) -> dict[int, dict[str, float]]:
+    """Return the law of heads of 128 with those of other widths, by another device's ratio."""
+    peak = peak_of(WIDTHS_LIKE, kind)
+    rates = {}
+    for width in (64, 128, 256):
+        rows = attention_rows(WIDTHS_LIKE, kind == "fp8")
+        own = [row for row in rows if row["head_dim"] == str(width)]
+        rates[width] = attention_law(own, peak)["tflops"]
+    return {
+        width: {**laws[128], "tflops": laws[128]["tflops"] * rate / rates[128]}
+        for width, rate in rates.items()
+    }
+
+
+def own_layouts(
+    public: Mapping[tuple[str, str], Products], own: Iterable[OwnTime]
+) -> dict[str, dict[str, float]]:
+    """Return the time of our own products over that of the law, by device and layout."""
+    ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    laws = {}
+    for each in own:
+        op = each.op
+        is_plain = isinstance(op, Gemm) and op.dtype is DType.BF16 and each.backend == "torch"
+        if not isinstance(op, Gemm) or not is_plain or op.flops < OWN_FLOPS:
+            continue
+        if any(size % 8 for size in (op.m, op.n, op.k)):
+            continue
+        if each.device not in laws:
+            laws[each.device] = Law.of((each.device, "bf16"), public)
+        law_us = float(laws[each.device].times_us(np.array([[op.m, op.n, op.k]], float))[0])
+        ratios[each.device][str(op.layout)].append(each.time_s * 1e6 / law_us)
+    return {
+        device: {layout: median(values) for layout, values in by_layout.items()}
+        for device, by_layout in ratios.items()
+    }
 
 
 def layouts(public: Mapping[tuple[str, str], Products]) -> dict[str, dict[str, float]]:
@@ -415,7 +457,7 @@ def document(public: Mapping[tuple[str, str], Products], own: Sequence[OwnTime])
             f"tflops = {law.peak / inverse / 1e12:.5g}\nx_us = {x_us:.4g}\n"
             f"rest_us = {rest_us:.4g}\n"
         )
-    for device, of_layouts in layouts(public).items():
+    for device, of_layouts in {**layouts(public), **own_layouts(public, own)}.items():
         values = "".join(
             f"{name} = {value:.3f}\n" for name, value in sorted(of_layouts.items())
         )
@@ -425,8 +467,13 @@ def document(public: Mapping[tuple[str, str], Products], own: Sequence[OwnTime])
         for row in attention_rows(device, kind == "fp8"):
             if row["head_dim"] in ("64", "128", "256"):
                 by_width[row["head_dim"]].append(row)
-        for width, rows in sorted(by_width.items(), key=lambda item: int(item[0])):
-            values = attention_law(rows, peak_of(device, kind))
+        laws = {
+            int(width): attention_law(rows, peak_of(device, kind))
+            for width, rows in by_width.items()
+        }
+        if len(laws) == 1:
+            laws = with_other_widths(laws, kind)
+        for width, values in sorted(laws.items()):
             shown = "".join(f"{name} = {value:.5g}\n" for name, value in values.items())
             lines.append(f"[attention.{device}.{kind}.{width}]\n{shown}")
     for device, ratios in kernels(own).items():

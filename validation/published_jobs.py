@@ -351,7 +351,8 @@ def _fsdp(row: Row) -> dict[str, Any]:
 
     llm-foundry trains without dropout; its loss is flash-attn's fused one, its norms are in
     bf16 (8c8dd48, scripts/train/README.md: fused_crossentropy; low_precision_layernorm), and
-    its attention is flash-attn 2's (scripts/train/benchmarking/sweep.py: attn_impl). torchtitan compiles blocks where it says so.
+    its attention is flash-attn 2's (scripts/train/benchmarking/sweep.py: attn_impl). torchtitan
+    compiles blocks where it says so.
     """
     is_foundry = row.get("source", "") == "llm-foundry"
     is_compiled = "compile" in row.get("techniques", "")
