@@ -281,8 +281,8 @@ def end_of_step(plan: Plan, stage: StageParams) -> tuple[Operation, ...]:
     scalar = _scalar(plan)
     largest = partial(scalar, group="mp", redop=RedOp.MAX)
     return (
-        *_buffer_kernels(plan, stage),
         *_grad_finalize(plan, stage),
+        *_buffer_kernels(plan, stage),
         *_update(plan, stage),
         # The messages of train_step and training_log.
         *scalar(group="mp", module="success", dtype=DType.INT32, redop=RedOp.MIN),
@@ -324,12 +324,12 @@ def _grad_finalize(plan: Plan, stage: StageParams) -> list[Operation]:
 
 
 def _buffer_kernels(plan: Plan, stage: StageParams) -> Iterator[ComputeOp]:
-    """Yield the kernels over whole gradient buffers, which reductions come after.
+    """Yield the kernels over whole gradient buffers.
 
     Megatron-LM checks the norm of each bucket (check_for_nan_in_grad), divides by data ranks
     unless the collective or the loss does, and sets gradients to zero before the next step
     (param_and_grad_buffer.py: start_grad_sync; distributed_data_parallel.py: zero_grad_buffer).
-    Here they are in one place, also where reductions overlap with the backward pass.
+    Here all are in one place behind the reductions; the first two come before them there.
     """
     num_bytes = sum(bucket.padded for bucket in stage.all_buckets)
     num_bytes *= plan.gradient_dtype.itemsize
