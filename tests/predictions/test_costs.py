@@ -18,6 +18,9 @@ from stepmark.predictions.costs import (
     first_of,
     sources,
 )
+from stepmark.predictions.framework_job import basis_of, options_class, workload_of
+from stepmark.predictions.predict import predict
+from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, MeasuredOp, OpKey, OpTable
 from stepmark.step.workload import ComputeOp, Kernel, Workload
 from stepmark.timeline.ledger import Work, work_of_op
@@ -236,6 +239,33 @@ def test_costs_by_data_sheet_reach_measured_shares_of_it() -> None:
     step = costs(update)
     assert step is not None
     assert (update.op.bytes_moved or 0) / step.total_s == pytest.approx(3.50e12, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("setting", "faster", "slower"),
+    [
+        ("compile", ("block", "layers", "model"), ("none", "loss")),
+        ("attention_backend", ("auto",), ("flash",)),
+    ],
+)
+def test_what_is_compiled_and_the_kernel_of_attention_change_times(
+    setting: str, faster: tuple[str, ...], slower: tuple[str, ...]
+) -> None:
+    cls = options_class("pytorch")
+
+    def seconds(word: str) -> float:
+        job = cls(
+            framework="pytorch",
+            models=("llama-3.1-8b",),
+            nproc=8,
+            num_layers=2,
+            device="h100-sxm",
+            host="fast",
+            **{setting: word},
+        )
+        return predict(inputs_of(basis_of(job), workload_of(job))).step_s
+
+    assert max(map(seconds, faster)) < 0.95 * min(map(seconds, slower))
 
 
 @pytest.mark.parametrize(("time_s", "known_s"), [(5e-8, None), (2e-7, 2e-7), (None, None)])
