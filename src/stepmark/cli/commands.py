@@ -66,10 +66,15 @@ class Command:
         values = self.parse(name, words)
         try:
             self.check(values)
-            code: int | None = options.load(self.handler)(options.build(self.cls, values))
+            code = self.call(values, lambda error: self.as_typed(error, values, words))
         except ConfigError as error:
             raise self.as_typed(error, values, words) from error.__cause__
         return code or 0
+
+    def call(self, values: Values, spell: Callable[[ConfigError], ConfigError]) -> int | None:  # noqa: ARG002
+        """Call the handler. spell: as as_typed. Raises StepmarkError."""
+        code: int | None = options.load(self.handler)(options.build(self.cls, values))
+        return code
 
     def check(self, values: Values) -> None:
         """Refuse what the handler would find too late. Raises StepmarkError."""

@@ -1,10 +1,27 @@
 """stepmark predict: of a model as `train` runs it, of a workload, or of a framework's job."""
 
-from stepmark.cli.commands import Command
+from collections.abc import Callable
+
+from stepmark.cli.commands import Command, Values
 from stepmark.cli.workload import framework_of
+from stepmark.ground import options
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.option_grid import read_grid
 
 _DOC = "Predict a training step from measured parts or a data sheet"
+
+
+class _Command(Command):
+    """A command whose options may have lists, of which it predicts each combination."""
+
+    def call(self, values: Values, spell: Callable[[ConfigError], ConfigError]) -> int | None:
+        from stepmark.predictions.predict_options import LISTED  # noqa: PLC0415
+
+        grid = read_grid(self.cls, values, LISTED)
+        name = "prediction_grid:run" if grid.axes else "predict:run"
+        handler = options.load(f"stepmark.predictions.{name}")
+        code: int = handler(grid, spell) if grid.axes else handler(grid.options)
+        return code
 
 
 def command(words: list[str]) -> Command:
@@ -13,7 +30,7 @@ def command(words: list[str]) -> Command:
     if not framework:
         from stepmark.predictions.predict_options import PredictOptions  # noqa: PLC0415
 
-        return Command(
+        return _Command(
             PredictOptions,
             "stepmark.predictions.predict:run",
             f"{_DOC}; --framework NAME: by its flags.",
@@ -29,9 +46,9 @@ def command(words: list[str]) -> Command:
         name = find_rule(framework)
     except ConfigError as error:
         raise ConfigError("--framework", error.value, error.allowed) from None
-    return Command(
+    return _Command(
         framework_job.options_class(name),
-        "stepmark.predictions.predict:run_framework",
+        "stepmark.predictions.predict:run",
         f"{_DOC}. The job is described as in `workload generate`; these are {name}'s settings.",
         "predict llama-3.1-70b --framework megatron --nproc 256 --tp 4 --pp 4 --device h100",
         "predict llama-3.1-8b --framework deepspeed --zero-stage 3 --nproc 64 --device a100",

@@ -16,13 +16,15 @@ from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
 from stepmark.predictions.framework_job import FrameworkJob
 from stepmark.predictions.inputs import Inputs, changed
+from stepmark.predictions.measured_step import Figure, MeasuredStep, factor_for
 from stepmark.predictions.predict_inputs import inputs_of
-from stepmark.predictions.predict_options import PredictOptions
+from stepmark.predictions.predict_options import FACTORS, PredictOptions, show_what_if
 from stepmark.predictions.prediction import Prediction
 from stepmark.predictions.prediction_notes import first_few, notes_of
 from stepmark.predictions.prediction_page import page
 from stepmark.predictions.simulation import simulate
 from stepmark.predictions.step import at_clock, total
+from stepmark.predictions.training_run import TrainingRun, show_tokens, training_run
 from stepmark.step.workload import CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json
@@ -33,20 +35,24 @@ from stepmark.workloads.rules.pytorch.case import of_case
 _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 
 
-def run(options: PredictOptions) -> int:
+Job = PredictOptions | FrameworkJob
+
+
+def run(job: Job) -> int:
     """Predict, print, write files. Returns the exit code."""
-    return _delivered(options, predicted(options))
+    return _delivered(job, of_job(job))
 
 
-def run_framework(job: FrameworkJob) -> int:
-    """Predict a job of a framework. Returns the exit code."""
+def of_job(job: Job) -> Prediction:
+    """Return the prediction of a job, of a framework or not. Raises ConfigError."""
+    if not isinstance(job, FrameworkJob):
+        return predicted(job)
     with Waiting("generating the workload"):
         workload = framework_job.workload_of(job)
-    options = framework_job.basis_of(job)
-    return _delivered(options, predicted(options, workload))
+    return predicted(framework_job.basis_of(job), workload)
 
 
-def _delivered(options: PredictOptions, prediction: Prediction) -> int:
+def _delivered(options: Job, prediction: Prediction) -> int:
     """Print a prediction and write its files."""
     options.check_stdout()
     document = prediction.document()
@@ -69,10 +75,48 @@ def predicted(options: PredictOptions, workload: Workload | None = None) -> Pred
     with Waiting("reading the parts of the step"):
         inputs = inputs_of(options, workload)
     changes = dict(options.what_if or ())
+    if changes and options.measured:
+        allowed = "left out with --measured, which is of the device as it is"
+        raise ConfigError("what-if", show_what_if(tuple(changes.items())), allowed)
     with Waiting(f"predicting a step of {inputs.name}"):
         prediction = predict(changed(inputs, changes))
     more = (*calibration_notes(inputs), *_effects(inputs, changes, prediction))
-    return replace(prediction, notes=(*prediction.notes, *more))
+    return replace(
+        prediction,
+        notes=(*prediction.notes, *more),
+        run=_training_run(options, inputs),
+        measured=_measured(options.measured, inputs, prediction) if options.measured else None,
+    )
+
+
+def _training_run(options: PredictOptions, inputs: Inputs) -> TrainingRun | None:
+    """Return the run of --tokens. Raises ConfigError."""
+    run = training_run(options.tokens, options.price, inputs.device)
+    if run and not inputs.tokens:
+        allowed = "left out: the workload does not tell the tokens of a step"
+        raise ConfigError("tokens", show_tokens(run.tokens), allowed)
+    return run
+
+
+def _measured(figure: Figure, inputs: Inputs, prediction: Prediction) -> MeasuredStep:
+    """Return the step of --measured, and what explains its gap. Raises ConfigError."""
+    measured_s = figure.step_s(inputs.tokens, inputs.num_ranks)
+    is_longer = measured_s > prediction.step_s
+
+    def factor(name: str) -> float | None:
+        return factor_for(
+            lambda value: predict(changed(inputs, {name: value})).step_s, measured_s
+        )
+
+    names = [name for name in FACTORS if name != "link" or prediction.step.comm_s]
+    with Waiting("looking for what explains the measured step"):
+        what_if = {name: factor(name) for name in names}
+    return MeasuredStep(
+        step_s=measured_s,
+        predicted_s=prediction.step_s,
+        what_if=what_if,
+        num_launches=prediction.step.num_kernels if is_longer and not inputs.host_is_known else None,
+    )
 
 
 def predict(inputs: Inputs) -> Prediction:

@@ -1,0 +1,234 @@
+"""A measured step beside its prediction: the gap, and what alone would explain it."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from stepmark.cases.flops import TokenFlops
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import Reader, exact
+from stepmark.ground.units import format_time, parse_duration
+from stepmark.predictions.interval import Interval
+from stepmark.tables.columns import FLOPS, PERCENT, given
+from stepmark.tables.table import Table
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6}
+_RATE = re.compile(r"([\d.]+)\s*([km]?)\s*tok(?:ens?)?/s(/gpu)?", re.IGNORECASE)
+_MOST = 1024.0  # times as slow or as fast: more explains nothing
+_CLOSE = 2e-3  # of the measured step
+_MOST_ROUNDS = 20
+# What a factor of --what-if changes.
+_PARTS = {
+    "flops": "matrix products and attention at {:.3g} x their predicted rate",
+    "hbm": "memory at {:.3g} x its predicted bandwidth",
+    "link": "links between GPUs at {:.3g} x their predicted bandwidth",
+}
+_COLUMNS = (
+    given("convention", heading="MFU by convention"),
+    given("flops_per_token", FLOPS, "FLOPs a token"),
+    given("predicted_mfu_pct", PERCENT, "predicted %"),
+    given("measured_mfu_pct", PERCENT, "measured %"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of a measured step: its seconds, or tokens per second, of all GPUs or of one."""
+
+    value: float
+    unit: str  # s, tokens/s, tokens/s/GPU
+
+    def __str__(self) -> str:
+        return f"{exact(self.value)}{self.unit}"
+
+    def step_s(self, tokens: int | None, num_ranks: int) -> float:
+        """Return the seconds of a step. Raises ConfigError for a rate of unknown tokens."""
+        if self.unit == "s":
+            return self.value
+        if not tokens:
+            allowed = "the time of a step: the file does not tell the tokens of a step"
+            raise ConfigError("measured", str(self), allowed)
+        return tokens / (self.value * (num_ranks if self.unit.endswith("GPU") else 1))
+
+
+def _read_figure(text: str, field: str) -> Figure:
+    if "tok" not in text.lower():
+        return Figure(parse_duration(text, field), "s")
+    match = _RATE.fullmatch(text.strip())
+    try:
+        rate = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
+    except ValueError:
+        rate = 0.0
+    if not match or not 0 < rate < 1e15:
+        allowed = "a step's time such as 14.7s, or a rate: 9800tokens/s, 9800tokens/s/GPU"
+        raise ConfigError(field, text, allowed)
+    return Figure(rate, "tokens/s/GPU" if match[3] else "tokens/s")
+
+
+MeasuredFigure = Annotated[Figure, Reader(read=_read_figure, metavar="14.7s")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """A measured step. what_if: factors, each of which alone makes the prediction as long.
+
+    None: none does. num_launches: operations that the host launches, which make the step as long
+    if it is slow enough; None where its time is known, or where the step is shorter.
+    """
+
+    step_s: float
+    predicted_s: float
+    what_if: Mapping[str, float | None]
+    num_launches: float | None = None
+    interval: Interval | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.step_s / self.predicted_s
+
+    def document(
+        self, flops: TokenFlops | None, tokens: int | None, num_ranks: int, peak: float | None
+    ) -> dict[str, Any]:
+        """Return the measured step as plain data; peak: FLOP/s of a rank."""
+        rate = tokens / num_ranks if tokens else None
+        rows = []
+        for name, per_token in conventions(flops).items():
+            of_peak = peak and rate and 100 * rate * per_token / peak
+            rows.append(
+                {
+                    "convention": name,
+                    "flops_per_token": per_token,
+                    "predicted_mfu_pct": of_peak and of_peak / self.predicted_s,
+                    "measured_mfu_pct": of_peak and of_peak / self.step_s,
+                }
+            )
+        return {
+            "step_s": self.step_s,
+            "gap_s": self.step_s - self.predicted_s,
+            "ratio": self.ratio,
+            "tokens_per_s": tokens and tokens / self.step_s,
+            "tokens_per_s_gpu": rate and rate / self.step_s,
+            "conventions": rows,
+            "what_if": {**self.what_if},
+            "num_launches": self.num_launches,
+            "interval_s": self._interval_s(),
+        }
+
+    def _interval_s(self) -> tuple[float, float] | None:
+        known = self.interval
+        if known is None or known.low_s is None or known.high_s is None:
+            return None
+        return known.low_s, known.high_s
+
+
+def conventions(flops: TokenFlops | None) -> dict[str, float]:
+    """Return the FLOPs of a token by convention, those that are defined."""
+    if flops is None:
+        return {}
+    of_all = {
+        "causal": flops.causal,
+        "torchtitan": flops.torchtitan,
+        "palm-all": flops.palm_all,
+        "6n": flops.six_n,
+        "hfu": flops.hfu,
+    }
+    return {name: per_token for name, per_token in of_all.items() if per_token is not None}
+
+
+def factor_for(step_s: Callable[[float], float], measured_s: float) -> float | None:
+    """Return the factor of a rate with which a step takes as long as measured.
+
+    step_s: of the factor; it never rises with it. None: no factor does.
+    """
+
+    def gap_s(slowdown: float) -> float:
+        return step_s(1 / slowdown) - measured_s
+
+    first, gap = 1.0, gap_s(1.0)
+    if abs(gap) <= _CLOSE * measured_s:
+        return 1.0
+    # A step is no longer than in proportion to the slowdown of one part, so this is a bound.
+    second = first * measured_s / (measured_s + gap)
+    while (next_gap := gap_s(second)) * gap > 0 and abs(next_gap) > _CLOSE * measured_s:
+        if not 1 / _MOST <= second <= _MOST:
+            return None
+        first, gap = second, next_gap
+        second = second * 4 if gap < 0 else second / 4
+    return 1 / _root(gap_s, (first, gap), (second, next_gap), _CLOSE * measured_s)
+
+
+def _root(
+    gap_s: Callable[[float], float],
+    first: tuple[float, float],
+    second: tuple[float, float],
+    close_s: float,
+) -> float:
+    """Return where the gap between these two points is 0, by false position (Illinois).
+
+    A step is almost linear in the slowdown of a part.
+    """
+    (x0, y0), (x1, y1) = first, second
+    for _ in range(_MOST_ROUNDS):
+        if abs(y1) <= close_s:
+            break
+        x = x1 - y1 * (x1 - x0) / (y1 - y0)
+        y = gap_s(x)
+        if y * y1 < 0:
+            x0, y0 = x1, y1
+        else:
+            y0 /= 2  # else one end would stay
+        x1, y1 = x, y
+    return x1
+
+
+def headline(measured: Mapping[str, Any]) -> str:
+    """Return what follows the predicted step. measured: of MeasuredStep."""
+    return f", measured {measured['step_s'] * 1e3:.2f} ms ({measured['ratio']:.3g} x as long)"
+
+
+def lines(measured: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the gap is, and what would explain it. measured: of MeasuredStep."""
+    gap_s = measured["gap_s"]
+    ratio = measured["ratio"]
+    text = f"{format_time(measured['step_s'])}"
+    if measured["tokens_per_s"]:
+        text += f", {measured['tokens_per_s']:,.0f} tokens/s"
+        text += f", {measured['tokens_per_s_gpu']:,.0f} tokens/s/GPU"
+    yield f"  measured: {text}"
+    longer = "longer" if gap_s >= 0 else "shorter"
+    gap = f"{format_time(abs(gap_s))} {longer} than predicted ({ratio - 1:+.1%}, {ratio:.3g} x)"
+    if measured["interval_s"]:
+        low_s, high_s = measured["interval_s"]
+        where = "inside" if low_s <= measured["step_s"] <= high_s else "outside"
+        gap += f", {where} the interval of such predictions"
+    causes = list(_causes(measured))
+    yield f"  gap: {gap}{'; any one of these would explain it:' if causes else ''}"
+    yield from (f"    {cause}" for cause in causes)
+    if names := [name for name, factor in measured["what_if"].items() if factor is None]:
+        yield f"    no factor of --what-if {' or '.join(names)} alone explains it"
+    if is_above_peak(measured):
+        yield "    the products would be faster than the device's peak: check the figure"
+    yield ""
+    yield from Table(measured["conventions"], _COLUMNS).text()
+
+
+def _causes(measured: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what explains the gap by itself."""
+    for name, factor in measured["what_if"].items():
+        if factor is not None:
+            clock = ""
+            if name == "flops" and factor < 1:
+                clock = f", as at a clock {1 - factor:.0%} lower"
+            yield f"{_PARTS[name].format(factor)}{clock} (--what-if {name}={factor:.3g}x)"
+    if num_launches := measured["num_launches"]:
+        launch = format_time(measured["step_s"] / num_launches)
+        yield f"a host that takes {launch} to launch each of {num_launches:,.0f} operations"
+
+
+def is_above_peak(measured: Mapping[str, Any]) -> bool:
+    """Return whether the products that run are faster than the device's peak."""
+    return any(
+        row["convention"] == "hfu" and (row["measured_mfu_pct"] or 0.0) > 100
+        for row in measured["conventions"]
+    )
