@@ -6,6 +6,7 @@ A handler is named as text and imported when it is called, so --help reads no ot
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,20 @@ class Command:
         values = self.parse(name, words)
         try:
             self.check(values)
-            code = self.call(values, lambda error: self.as_typed(error, values, words))
+            code = self.call(
+                self.read(values), partial(self.as_typed, values=values, words=words)
+            )
         except ConfigError as error:
             raise self.as_typed(error, values, words) from error.__cause__
         return code or 0
 
-    def call(self, values: Values, spell: Callable[[ConfigError], ConfigError]) -> int | None:  # noqa: ARG002
-        """Call the handler. spell: as as_typed. Raises StepmarkError."""
-        code: int | None = options.load(self.handler)(options.build(self.cls, values))
+    def read(self, values: Values) -> Any:
+        """Return what the handler takes. Raises ConfigError."""
+        return options.build(self.cls, values)
+
+    def call(self, given: Any, spell: Callable[[ConfigError], ConfigError]) -> int | None:
+        """Call the handler. spell: returns an error as as_typed does. Raises StepmarkError."""
+        code: int | None = options.load(self.handler)(given)
         return code
 
     def check(self, values: Values) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from stepmark.ground.options import Option, build, dashed, options
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +27,15 @@ class Axis:
 
     def plain(self, value: Any) -> int | str:
         """Return a value as a row has it: a whole number, or the text that was typed."""
-        (item,) = value if self.option.reader.is_sequence else (value,)
-        return item if isinstance(item, int) else self.option.reader.show(value)
+        text = self.option.reader.show(value)
+        return int(text) if text.isdecimal() else text
 
 
 @dataclass(frozen=True, slots=True)
-class Grid(Generic[T]):
+class Grid(Generic[T_co]):
     """Options, and the axes along which they vary. options: with the first value of each."""
 
-    options: T
+    options: T_co
     axes: tuple[Axis, ...]
 
     def __len__(self) -> int:
@@ -44,7 +45,7 @@ class Grid(Generic[T]):
             count *= len(axis.values)
         return count
 
-    def points(self) -> Iterator[tuple[dict[str, int | str], T]]:
+    def points(self) -> Iterator[tuple[dict[str, int | str], T_co]]:
         """Yield the place of each combination, by the names of its options, and its options."""
         names = [axis.option.name for axis in self.axes]
         for values in itertools.product(*(axis.values for axis in self.axes)):

@@ -16,7 +16,7 @@ from stepmark.tables.table import Table
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6}
 _RATE = re.compile(r"([\d.]+)\s*([km]?)\s*tok(?:ens?)?/s(/gpu)?", re.IGNORECASE)
 _MOST = 1024.0  # times as slow or as fast: more explains nothing
-_CLOSE = 2e-3  # of the measured step
+CLOSE = 2e-3  # of the measured step
 _MOST_ROUNDS = 20
 # What a factor of --what-if changes.
 _PARTS = {
@@ -73,8 +73,8 @@ MeasuredFigure = Annotated[Figure, Reader(read=_read_figure, metavar="14.7s")]
 class MeasuredStep:
     """A measured step. what_if: factors, each of which alone makes the prediction as long.
 
-    None: none does. num_launches: operations that the host launches, which make the step as long
-    if it is slow enough; None where its time is known, or where the step is shorter.
+    None: none does. num_launches: operations that the host launches, which make the step as
+    long if it is slow enough; None where its time is known, or where the step is shorter.
     """
 
     step_s: float
@@ -146,16 +146,14 @@ def factor_for(step_s: Callable[[float], float], measured_s: float) -> float | N
         return step_s(1 / slowdown) - measured_s
 
     first, gap = 1.0, gap_s(1.0)
-    if abs(gap) <= _CLOSE * measured_s:
-        return 1.0
     # A step is no longer than in proportion to the slowdown of one part, so this is a bound.
     second = first * measured_s / (measured_s + gap)
-    while (next_gap := gap_s(second)) * gap > 0 and abs(next_gap) > _CLOSE * measured_s:
+    while (next_gap := gap_s(second)) * gap > 0 and abs(next_gap) > CLOSE * measured_s:
         if not 1 / _MOST <= second <= _MOST:
             return None
         first, gap = second, next_gap
         second = second * 4 if gap < 0 else second / 4
-    return 1 / _root(gap_s, (first, gap), (second, next_gap), _CLOSE * measured_s)
+    return 1 / _root(gap_s, (first, gap), (second, next_gap), CLOSE * measured_s)
 
 
 def _root(

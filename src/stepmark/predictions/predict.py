@@ -14,9 +14,9 @@ from stepmark.model.systems import IN_HOST
 from stepmark.predictions import framework_job, prediction_text
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
-from stepmark.predictions.framework_job import FrameworkJob
+from stepmark.predictions.framework_job import FrameworkJob, Generate, generated
 from stepmark.predictions.inputs import Inputs, changed
-from stepmark.predictions.measured_step import Figure, MeasuredStep, factor_for
+from stepmark.predictions.measured_step import CLOSE, Figure, MeasuredStep, factor_for
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import FACTORS, PredictOptions, show_what_if
 from stepmark.predictions.prediction import Prediction
@@ -43,12 +43,17 @@ def run(job: Job) -> int:
     return _delivered(job, of_job(job))
 
 
-def of_job(job: Job) -> Prediction:
-    """Return the prediction of a job, of a framework or not. Raises ConfigError."""
+def of_job(
+    job: Job, workload: Workload | None = None, make: Generate = generated
+) -> Prediction:
+    """Return the prediction of a job, of a framework or not. Raises ConfigError.
+
+    workload: the step, if no option names it. make: the workload of a framework's job.
+    """
     if not isinstance(job, FrameworkJob):
-        return predicted(job)
+        return predicted(job, workload)
     with Waiting("generating the workload"):
-        workload = framework_job.workload_of(job)
+        workload = framework_job.workload_of(job, make)
     return predicted(framework_job.basis_of(job), workload)
 
 
@@ -101,21 +106,23 @@ def _training_run(options: PredictOptions, inputs: Inputs) -> TrainingRun | None
 def _measured(figure: Figure, inputs: Inputs, prediction: Prediction) -> MeasuredStep:
     """Return the step of --measured, and what explains its gap. Raises ConfigError."""
     measured_s = figure.step_s(inputs.tokens, inputs.num_ranks)
-    is_longer = measured_s > prediction.step_s
+    waits_for_host = measured_s > prediction.step_s and not inputs.host_is_known
 
     def factor(name: str) -> float | None:
         return factor_for(
             lambda value: predict(changed(inputs, {name: value})).step_s, measured_s
         )
 
-    names = [name for name in FACTORS if name != "link" or prediction.step.comm_s]
+    is_close = abs(measured_s - prediction.step_s) <= CLOSE * measured_s
+    has_part = {"link": prediction.step.comm_s > 0.0}
+    names = [name for name in FACTORS if has_part.get(name, True) and not is_close]
     with Waiting("looking for what explains the measured step"):
         what_if = {name: factor(name) for name in names}
     return MeasuredStep(
         step_s=measured_s,
         predicted_s=prediction.step_s,
         what_if=what_if,
-        num_launches=prediction.step.num_kernels if is_longer and not inputs.host_is_known else None,
+        num_launches=prediction.step.num_kernels if waits_for_host else None,
     )
 
 

@@ -81,15 +81,15 @@ class Basis:
         "--global-batch",
     )
     what_if: Changes | None = flag(
-        "change the device: bandwidth of links or memory (hbm), FLOP/s (flops) by a factor; "
-        "power=1000W limits it"
+        "factors on links, memory (hbm), FLOP/s (flops); power=1000W"
     )
     tokens: Tokens | None = flag("days of a training run over so many tokens")
     price: GpuHourPrices | None = flag(
-        "of a GPU hour, for the cost of --tokens; by device: h100-sxm=2.5/h,b200=5/h"
+        "of a GPU hour, for the cost of --tokens; by device: h100-sxm=2.5/h,b200=5/h",
+        rare=True,
     )
     measured: MeasuredFigure | None = flag(
-        "compare with a measured step or rate, e.g. 9800tokens/s; /GPU"
+        "compare with a measured step, or 9800tokens/s, or 9800tokens/s/GPU"
     )
     force: bool = flag(
         "use a calibration of another device or version", default=False, rare=True
@@ -116,3 +116,4 @@ class PredictOptions(Basis, NetworkOptions, CaseOptions, PredictionFiles):
         metavar="MODEL|WORKLOAD",
         names="model",
     )
+    text: bool = flag("of training, refused here", default=False, rare=True)

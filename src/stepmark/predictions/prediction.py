@@ -1,6 +1,6 @@
 """A predicted step, and all that is derived from it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -198,8 +198,6 @@ class Prediction:
             """Return the FLOP/s of each rank in this unit."""
             return tokens_per_s and scale * tokens_per_s * flops_per_token / num_ranks / unit
 
-        own_memory = self.estimated_memory
-        is_close = own_memory is not None and own_memory.verdict == memory.CLOSE
         pipeline_is_known = case is not None or not missing_pipeline(inputs.workload)
         return {
             "name": inputs.name,
@@ -216,7 +214,7 @@ class Prediction:
             "host_is_known": inputs.host_is_known,
             "pipeline_is_known": pipeline_is_known,
             "calibration": inputs.calibration if case else "",
-            "memory": own_memory and asdict(own_memory),
+            "memory": self.estimated_memory and asdict(self.estimated_memory),
             "step_s": step_s,
             "is_lower_bound": self.is_lower_bound,
             "tokens_per_s": tokens_per_s,
@@ -238,9 +236,12 @@ class Prediction:
             "run_tokens": self.run and self.run.tokens,
             "gpu_hour_price": self.run and self.run.gpu_hour_price,
             **self._run_figures(tokens_per_s),
-            "notes": [*self.notes, _CLOSE_MEMORY] if is_close else [*self.notes],
+            "notes": [*self.notes, *self._memory_notes()],
         }
 
+    def _memory_notes(self) -> Iterator[str]:
+        if self.estimated_memory and self.estimated_memory.verdict == memory.CLOSE:
+            yield _CLOSE_MEMORY
 
     def _run_figures(self, tokens_per_s: float | None) -> Mapping[str, float | None]:
         if self.run is None or not tokens_per_s:

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
@@ -14,10 +14,11 @@ from stepmark.ground.units import GIB, format_bytes, format_time
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.device import find_device_by_alias, unknown_device
+from stepmark.predictions.framework_job import generated
 from stepmark.predictions.predict import Job, of_job
-from stepmark.predictions.prediction import Prediction
 from stepmark.predictions.prediction_text import limit
 from stepmark.predictions.training_run import show_tokens
+from stepmark.step.workload import Workload
 from stepmark.store.view import print_text
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
 from stepmark.tables.table import Table
@@ -133,23 +134,30 @@ def run(grid: Grid[Job], spell: Spell) -> int:
     return 0
 
 
-def predict_grid(grid: Grid[Job], spell: Spell = lambda error: error) -> PredictionGrid:
-    """Predict each combination. Raises ConfigError for what no combination can have."""
+def predict_grid(
+    grid: Grid[Job], spell: Spell = lambda error: error, workload: Workload | None = None
+) -> PredictionGrid:
+    """Predict each combination. workload: the step, if no option names it.
+
+    Raises ConfigError where no combination is a step.
+    """
     _check(grid)
     rows: list[Row] = []
     refused: list[Row] = []
     errors: list[ConfigError] = []
     notes = Counter[str]()
+    make = lru_cache(maxsize=1)(generated)  # devices of one job come one after the other
     with Waiting(f"predicting {len(grid)} combinations"):
         for place, job in grid.points():
             try:
-                prediction = of_job(job)
+                prediction = of_job(job, workload, make)
             except ConfigError as error:
                 errors.append(error)
                 refused.append({**place, "reason": str(spell(error))})
                 continue
-            rows.append({**_figures(prediction), **place})
-            notes.update(set(prediction.notes))
+            document = prediction.figures()
+            rows.append({**_row_of(document), **place})
+            notes.update(dict.fromkeys(document["notes"], 1))
     if not rows:
         raise errors[0]
     is_by_cost = _is_by_cost(grid.axes, rows)
@@ -172,9 +180,8 @@ def _check(grid: Grid[Job]) -> None:
                     raise unknown_device(device)
 
 
-def _figures(prediction: Prediction) -> Row:
-    """Return the row of a prediction, as its document has it."""
-    document = prediction.figures()
+def _row_of(document: Mapping[str, Any]) -> Row:
+    """Return the row of a prediction. document: its figures."""
     memory = document["memory"] or {}
     name = limit(document)
     return {

@@ -60,9 +60,7 @@ def _show_prices(prices: Prices) -> str:
 
 
 Tokens = Annotated[float, Reader(read=_read_tokens, show=show_tokens, metavar="15T")]
-GpuHourPrices = Annotated[
-    Prices, Reader(read=_read_prices, show=_show_prices, metavar="2.5/h")
-]
+GpuHourPrices = Annotated[Prices, Reader(read=_read_prices, show=_show_prices, metavar="2.5/h")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
