@@ -70,9 +70,9 @@ def read_grid(cls: type[T], arguments: Mapping[str, object], names: Collection[s
         if option.name not in names or not isinstance(text, str):
             continue
         values = tuple(dict.fromkeys(_values(option, text)))
+        first[option.name] = option.reader.show(values[0])
         if len(values) > 1:
             axes.append(Axis(option, values))
-            first[option.name] = option.reader.show(values[0])
     return Grid(build(cls, first), tuple(axes))
 
 

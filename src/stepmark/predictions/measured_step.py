@@ -199,7 +199,8 @@ def lines(measured: Mapping[str, Any]) -> Iterator[str]:
     if measured["interval_s"]:
         low_s, high_s = measured["interval_s"]
         where = "inside" if low_s <= measured["step_s"] <= high_s else "outside"
-        gap += f", {where} the interval of such predictions"
+        ends = f"{format_time(low_s)} to {format_time(high_s)}"
+        gap += f", {where} the interval of such predictions ({ends})"
     causes = list(_causes(measured))
     yield f"  gap: {gap}{'; any one of these would explain it:' if causes else ''}"
     yield from (f"    {cause}" for cause in causes)
