@@ -218,7 +218,7 @@ def _causes(measured: Mapping[str, Any]) -> Iterator[str]:
         if factor is not None:
             clock = ""
             if name == "flops" and factor < 1:
-                clock = f", as at a clock {1 - factor:.0%} lower"
+                clock = f", as at a clock {100 * (1 - factor):.0f} % lower"
             yield f"{_PARTS[name].format(factor)}{clock} (--what-if {name}={factor:.3g}x)"
     if num_launches := measured["num_launches"]:
         launch = format_time(measured["step_s"] / num_launches)

@@ -116,4 +116,3 @@ class PredictOptions(Basis, NetworkOptions, CaseOptions, PredictionFiles):
         metavar="MODEL|WORKLOAD",
         names="model",
     )
-    text: bool = flag("of training, refused here", default=False, rare=True)

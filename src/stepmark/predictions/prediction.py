@@ -1,6 +1,6 @@
 """A predicted step, and all that is derived from it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -162,6 +162,12 @@ class Prediction:
             if time_ns
         ]
 
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """Return the notes, with one on memory that is close."""
+        is_close = self.estimated_memory and self.estimated_memory.verdict == memory.CLOSE
+        return (*self.notes, _CLOSE_MEMORY) if is_close else self.notes
+
     def document(self) -> dict[str, Any]:
         """Return everything as plain data. Times are of one optimizer step."""
         return {
@@ -171,6 +177,7 @@ class Prediction:
             "sources_s": {str(source): time_s for source, time_s in self.sources.items()},
             "ledger": self.rows(),
             "ledger_parts": self.part_rows(),
+            "notes": [*self.all_notes],
         }
 
     def _measured_document(self, measured: MeasuredStep) -> dict[str, Any]:
@@ -236,12 +243,7 @@ class Prediction:
             "run_tokens": self.run and self.run.tokens,
             "gpu_hour_price": self.run and self.run.gpu_hour_price,
             **self._run_figures(tokens_per_s),
-            "notes": [*self.notes, *self._memory_notes()],
         }
-
-    def _memory_notes(self) -> Iterator[str]:
-        if self.estimated_memory and self.estimated_memory.verdict == memory.CLOSE:
-            yield _CLOSE_MEMORY
 
     def _run_figures(self, tokens_per_s: float | None) -> Mapping[str, float | None]:
         if self.run is None or not tokens_per_s:

@@ -155,9 +155,8 @@ def predict_grid(
                 errors.append(error)
                 refused.append({**place, "reason": str(spell(error))})
                 continue
-            document = prediction.figures()
-            rows.append({**_row_of(document), **place})
-            notes.update(dict.fromkeys(document["notes"], 1))
+            rows.append({**_row_of(prediction.figures()), **place})
+            notes.update(dict.fromkeys(prediction.all_notes, 1))
     if not rows:
         raise errors[0]
     is_by_cost = _is_by_cost(grid.axes, rows)
