@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.cli.main import status
-from stepmark.predictions.interval import Interval
 from stepmark.predictions.measured_step import CLOSE, Figure, MeasuredStep, factor_for, lines
 
 STEP = "predict llama-3.1-8b --nproc 64 --device h100-sxm --gbs 128"
@@ -113,8 +112,8 @@ def test_what_equals_the_prediction_needs_no_cause(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(("high_s", "word"), [(2.0, "inside"), (1.2, "outside")])
 def test_the_interval_of_predictions(high_s: float, word: str) -> None:
-    interval = Interval(low_s=0.9, high_s=high_s, num_rows=12)
-    step = MeasuredStep(step_s=1.5, predicted_s=1.0, what_if={}, interval=interval)
+    interval_s = 0.9, high_s
+    step = MeasuredStep(step_s=1.5, predicted_s=1.0, what_if={}, interval_s=interval_s)
     text = "\n".join(lines(step.document(None, None, 1, None)))
     assert f"{word} the interval of such predictions (900 ms to {high_s:g} s)" in text
 

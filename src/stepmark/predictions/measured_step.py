@@ -9,7 +9,6 @@ from stepmark.cases.flops import TokenFlops
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import Reader, exact
 from stepmark.ground.units import format_time, parse_duration
-from stepmark.predictions.interval import Interval
 from stepmark.tables.columns import FLOPS, PERCENT, given
 from stepmark.tables.table import Table
 
@@ -75,13 +74,14 @@ class MeasuredStep:
 
     None: none does. num_launches: operations that the host launches, which make the step as
     long if it is slow enough; None where its time is known, or where the step is shorter.
+    interval_s: of the prediction.
     """
 
     step_s: float
     predicted_s: float
     what_if: Mapping[str, float | None]
     num_launches: float | None = None
-    interval: Interval | None = None
+    interval_s: tuple[float, float] | None = None
 
     @property
     def ratio(self) -> float:
@@ -112,14 +112,8 @@ class MeasuredStep:
             "conventions": rows,
             "what_if": {**self.what_if},
             "num_launches": self.num_launches,
-            "interval_s": self._interval_s(),
+            "interval_s": self.interval_s,
         }
-
-    def _interval_s(self) -> tuple[float, float] | None:
-        known = self.interval
-        if known is None or known.low_s is None or known.high_s is None:
-            return None
-        return known.low_s, known.high_s
 
 
 def conventions(flops: TokenFlops | None) -> dict[str, float]:
