@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,3 +137,15 @@ def test_a_rate_needs_the_tokens_of_a_step() -> None:
     assert Figure(500.0, "tokens/s/GPU").step_s(4000, 4) == 2.0
     with pytest.raises(Exception, match="does not tell the tokens"):
         Figure(500.0, "tokens/s").step_s(None, 4)
+
+
+def test_the_page_has_the_measured_step_and_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "step.html"
+    code, _, err = called(f"{STEP} --measured 2.9s --tokens 15T --html {page}", capsys)
+    assert code == 0, err
+    text = page.read_text()
+    assert "gap: 1.4" in text
+    assert "palm-all" in text
+    assert "15T tokens in 2" in text

@@ -176,6 +176,19 @@ def test_rows_are_written(call: Call, tmp_path: Path) -> None:
     assert {row["device"] for row in rows} == {"h100-sxm", "b200"}
 
 
+def test_energy_is_shown_where_power_is_known(call: Call) -> None:
+    root = Path(__file__).parents[2]
+    run = f"predict --from-run {root}/results/h100-run --mbs 4,8"
+    code, out, _ = call(run)
+    assert code == 0
+    (head,) = (line for line in out.splitlines() if "tokens/s/GPU  MFU" in line)
+    assert head.split()[-1] == "mJ/token"
+    _, single, _ = call(run.replace("4,8", "8"))
+    energy = single.partition(" mJ per token")[0].split()[-1]
+    (row,) = (line for line in out.splitlines() if line.startswith("  8 "))
+    assert row.split()[-1] == energy
+
+
 def test_a_table_has_80_columns(call: Call) -> None:
     layout = "--framework megatron --nproc 1024 --tp 4,8 --pp 4 --gbs 2048"
     _, out, _ = call(f"predict llama-3.1-70b {layout} --device h100-sxm,b200 --tokens 15T")

@@ -83,13 +83,14 @@ def predicted(options: PredictOptions, workload: Workload | None = None) -> Pred
     if changes and options.measured:
         allowed = "left out with --measured, which is of the device as it is"
         raise ConfigError("what-if", show_what_if(tuple(changes.items())), allowed)
+    training = _training_run(options, inputs)
     with Waiting(f"predicting a step of {inputs.name}"):
         prediction = predict(changed(inputs, changes))
     more = (*calibration_notes(inputs), *_effects(inputs, changes, prediction))
     return replace(
         prediction,
         notes=(*prediction.notes, *more),
-        run=_training_run(options, inputs),
+        run=training,
         measured=_measured(options.measured, inputs, prediction) if options.measured else None,
     )
 

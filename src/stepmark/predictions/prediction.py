@@ -187,7 +187,7 @@ class Prediction:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return what a table of predictions needs of the document, and what is cheap."""
+        """Return the document without ledgers, notes, and what takes long to find."""
         inputs = self.inputs
         step = self.step
         step_s = self.step_s

@@ -103,6 +103,11 @@ def _bytes(row: Row) -> int:
     return row["reserved_bytes"] or row["allocated_bytes"] or 0
 
 
+def _millijoules(row: Row) -> str:
+    energy_j = row["energy_per_token_j"]
+    return f"{1e3 * energy_j:.1f}" if energy_j else ""
+
+
 def _gibibytes(row: Row) -> str:
     return f"{_bytes(row) / GIB:.1f}" if _bytes(row) else ""
 
@@ -114,7 +119,7 @@ _COLUMNS = (
     given("reserved_bytes", NUMBER, "GiB", _gibibytes),
     given("verdict", heading="memory"),
     given("bound"),
-    given("energy_per_token_j", NUMBER, "J/token"),
+    given("energy_per_token_j", NUMBER, "mJ/token", _millijoules),
     given("days", PERCENT),
     given("cost", NUMBER),
 )
@@ -252,7 +257,8 @@ def _common(rows: Sequence[Row]) -> Iterator[str]:
         values = {row[name] for row in rows}
         return values.pop() if len(values) == 1 else None
 
-    step = [f"{common('num_ranks')} GPUs"] if common("num_ranks") else []
+    num_ranks = common("num_ranks")
+    step = ["1 rank" if num_ranks == 1 else f"{num_ranks} ranks"] if num_ranks else []
     step += [f"{common('tokens'):,} tokens a step"] if common("tokens") else []
     step += [f"seq {common('seq_len')}"] if common("seq_len") else []
     if step:

@@ -27,13 +27,14 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
     if step := step_text(document):
         yield f"  step: {step}"
     memory = pairs.pop("memory", "")
+    training = pairs.pop("training", "")
     yield "  " + ", ".join(pairs.values())
     if document["network"]:
         yield f"  network: {document['network']}"
     if memory:
         yield f"  memory: {memory}"
-    if run := run_text(document):
-        yield f"  training: {run}"
+    if training:
+        yield f"  training: {training}"
     if measured:
         yield from measured_step.lines(measured)
     yield ""
@@ -125,6 +126,8 @@ def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "energy", f"{document['energy_per_token_j'] * 1e3:.1f} mJ per token"
     if document["memory"]:
         yield "memory", _memory(document["memory"])
+    if document["run_tokens"]:
+        yield "training", run_text(document)
 
 
 def limit(document: Mapping[str, Any]) -> str:

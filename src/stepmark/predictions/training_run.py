@@ -1,10 +1,9 @@
 """A training run of many steps: how many days, GPU hours and how much money it takes."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import Reader, exact
@@ -100,13 +99,11 @@ def _price_of(device: DeviceSpec | None, prices: Prices) -> float:
     raise ConfigError("price", _show_prices(prices), allowed)
 
 
-def run_text(document: Mapping[str, float | None]) -> str:
-    """Return what the run of a prediction's document takes, as text; "" without a run."""
-    tokens = document["run_tokens"]
-    if tokens is None:
-        return ""
-    days = document["days"] or math.nan
-    text = f"{show_tokens(tokens)} tokens in {days:,.1f} days without interruptions"
+def run_text(document: Mapping[str, Any]) -> str:
+    """Return what the run of a prediction's document takes, as text."""
+    least = "at least " if document["is_lower_bound"] else ""
+    days = f"{least}{document['days']:,.1f} days without interruptions"
+    text = f"{show_tokens(document['run_tokens'])} tokens in {days}"
     text += f", {document['gpu_hours']:,.0f} GPU hours"
     if document["cost"] is not None:
         text += f", cost {document['cost']:,.0f} at {document['gpu_hour_price']:g} an hour"
