@@ -52,10 +52,10 @@ def test_a_factor_makes_the_step_as_long_as_measured(
 
 def test_each_cause_alone_is_the_measured_step(capsys: pytest.CaptureFixture[str]) -> None:
     """--what-if with the factor predicts what was measured."""
-    found = document(f"{STEP} --measured 2.9s", capsys)["measured"]
-    assert found["ratio"] == pytest.approx(2.9 / (2.9 - found["gap_s"]))
-    assert set(found["what_if"]) == {"link", "hbm", "flops"}
-    for name, factor in found["what_if"].items():
+    measured = document(f"{STEP} --measured 2.9s", capsys)["measured"]
+    assert measured["ratio"] == pytest.approx(2.9 / (2.9 - measured["gap_s"]))
+    assert set(measured["what_if"]) == {"link", "hbm", "flops"}
+    for name, factor in measured["what_if"].items():
         changed = document(f"{STEP} --what-if {name}={factor:.6f}x", capsys)
         assert changed["step_s"] == pytest.approx(2.9, rel=2 * CLOSE)
 
@@ -69,8 +69,8 @@ def test_a_rate_is_the_same_as_its_time(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_mfu_has_the_conventions_of_others(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand, for llama-3.1-8b: 8.03e9 parameters, of which 0.53e9 are looked up only."""
-    found = document(f"{STEP} --measured 2.9s", capsys)["measured"]
-    shares = {row["convention"]: row["measured_mfu_pct"] for row in found["conventions"]}
+    measured = document(f"{STEP} --measured 2.9s", capsys)["measured"]
+    shares = {row["convention"]: row["measured_mfu_pct"] for row in measured["conventions"]}
     num_params, embedding, layers, width, seq = 8_030_261_248, 128_256 * 4096, 32, 4096, 8192
     rate = 128 * seq / 2.9 / 64 / 989.4e12 * 100
     square = 12 * layers * width * seq
@@ -84,8 +84,8 @@ def test_mfu_has_the_conventions_of_others(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_recomputation_counts_in_hfu_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    found = document(f"{STEP} --ac full --measured 2.9s", capsys)["measured"]
-    shares = {row["convention"]: row["measured_mfu_pct"] for row in found["conventions"]}
+    measured = document(f"{STEP} --ac full --measured 2.9s", capsys)["measured"]
+    shares = {row["convention"]: row["measured_mfu_pct"] for row in measured["conventions"]}
     assert 1.2 < shares["hfu"] / shares["causal"] < 4 / 3
 
 

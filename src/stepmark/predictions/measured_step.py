@@ -141,13 +141,14 @@ def factor_for(step_s: Callable[[float], float], measured_s: float) -> float | N
 
     first, gap = 1.0, gap_s(1.0)
     # A step is no longer than in proportion to the slowdown of one part, so this is a bound.
-    second = first * measured_s / (measured_s + gap)
+    second = measured_s / (measured_s + gap)
     while (next_gap := gap_s(second)) * gap > 0 and abs(next_gap) > CLOSE * measured_s:
         if not 1 / _MOST <= second <= _MOST:
             return None
         first, gap = second, next_gap
         second = second * 4 if gap < 0 else second / 4
-    return 1 / _root(gap_s, (first, gap), (second, next_gap), CLOSE * measured_s)
+    slowdown = _root(gap_s, (first, gap), (second, next_gap), CLOSE * measured_s)
+    return None if slowdown is None else 1 / slowdown
 
 
 def _root(
@@ -155,15 +156,15 @@ def _root(
     first: tuple[float, float],
     second: tuple[float, float],
     close_s: float,
-) -> float:
+) -> float | None:
     """Return where the gap between these two points is 0, by false position (Illinois).
 
-    A step is almost linear in the slowdown of a part.
+    A step is almost linear in the slowdown of a part. None where it jumps over 0.
     """
     (x0, y0), (x1, y1) = first, second
     for _ in range(_MOST_ROUNDS):
         if abs(y1) <= close_s:
-            break
+            return x1
         x = x1 - y1 * (x1 - x0) / (y1 - y0)
         y = gap_s(x)
         if y * y1 < 0:
@@ -171,7 +172,7 @@ def _root(
         else:
             y0 /= 2  # else one end would stay
         x1, y1 = x, y
-    return x1
+    return None
 
 
 def headline(measured: Mapping[str, Any]) -> str:
@@ -183,7 +184,7 @@ def lines(measured: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the gap is, and what would explain it. measured: of MeasuredStep."""
     gap_s = measured["gap_s"]
     ratio = measured["ratio"]
-    text = f"{format_time(measured['step_s'])}"
+    text = format_time(measured["step_s"])
     if measured["tokens_per_s"]:
         text += f", {measured['tokens_per_s']:,.0f} tokens/s"
         text += f", {measured['tokens_per_s_gpu']:,.0f} tokens/s/GPU"
