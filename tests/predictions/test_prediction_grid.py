@@ -155,6 +155,7 @@ def test_what_is_refused_is_counted(call: Call) -> None:
         ("--timeline x", "--timeline x is invalid"),
         ("--measured 2s", "--measured 2s is invalid"),
         ("--device h200,h20000", "--device h20000 is invalid: did you mean"),
+        ("--network p5,p55", "--network p55 is invalid"),
         ("--mbs 1,x", "--mbs 1,x is invalid: it must be whole numbers"),
         ("--price 2/h", "--price 2/h is invalid: it works only with --tokens"),
         ("--compile-scope block,loss", "--compile-scope block,loss is invalid"),

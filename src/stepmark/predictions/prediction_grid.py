@@ -14,6 +14,7 @@ from stepmark.ground.units import GIB, format_bytes, format_time
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.device import find_device_by_alias, unknown_device
+from stepmark.model.systems import find_system
 from stepmark.predictions.framework_job import generated
 from stepmark.predictions.predict import Job, of_job
 from stepmark.predictions.prediction_text import limit
@@ -170,7 +171,7 @@ def predict_grid(
 
 
 def _check(grid: Grid[Job]) -> None:
-    """Refuse what is of one prediction, and devices that do not exist. Raises ConfigError."""
+    """Refuse what is of one prediction, and names of nothing. Raises ConfigError."""
     for name in _ONE_PREDICTION:
         if value := getattr(grid.options, name):
             lists = ", ".join(f"--{axis.title}" for axis in grid.axes)
@@ -178,10 +179,17 @@ def _check(grid: Grid[Job]) -> None:
     if "-" in grid.options.models:
         raise ConfigError("workload", "-", "a file: each prediction reads it")
     for axis in grid.axes:
-        if axis.option.name == "device":
-            for device in axis.values:
-                if device not in ("cpu", "cuda") and find_device_by_alias(device) is None:
-                    raise unknown_device(device)
+        for value in axis.values if axis.option.name in _CHECKS else ():
+            _CHECKS[axis.option.name](value)
+
+
+def _check_device(name: str) -> None:
+    if name not in ("cpu", "cuda") and find_device_by_alias(name) is None:
+        raise unknown_device(name)
+
+
+# Names that no combination makes valid, by option.
+_CHECKS: dict[str, Callable[[str], object]] = {"device": _check_device, "network": find_system}
 
 
 def _row_of(document: Mapping[str, Any]) -> Row:
