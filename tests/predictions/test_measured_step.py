@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import stepmark as sm
 from stepmark.cli.main import status
 from stepmark.predictions.measured_step import CLOSE, Figure, MeasuredStep, factor_for, lines
+from stepmark.predictions.predict import predict
 
 STEP = "predict llama-3.1-8b --nproc 64 --device h100-sxm --gbs 128"
 
@@ -54,10 +57,23 @@ def test_each_cause_alone_is_the_measured_step(capsys: pytest.CaptureFixture[str
     """--what-if with the factor predicts what was measured."""
     measured = document(f"{STEP} --measured 2.9s", capsys)["measured"]
     assert measured["ratio"] == pytest.approx(2.9 / (2.9 - measured["gap_s"]))
-    assert set(measured["what_if"]) == {"link", "hbm", "flops"}
-    for name, factor in measured["what_if"].items():
+    assert set(measured["factors"]) == {"link", "hbm", "flops", "host"}
+    for name in ("link", "hbm", "flops"):
+        factor = measured["factors"][name]
         changed = document(f"{STEP} --what-if {name}={factor:.6f}x", capsys)
         assert changed["step_s"] == pytest.approx(2.9, rel=2 * CLOSE)
+
+
+def test_a_slower_host_is_the_measured_step() -> None:
+    options = {"nproc": 64, "gbs": 128, "device": "h100-sxm", "measured": "2.9s"}
+    prediction = sm.predict("llama-3.1-8b", **options).prediction
+    assert prediction.measured is not None
+    factor = prediction.measured.factors["host"]
+    assert factor is not None
+    assert factor < 1
+    inputs = prediction.inputs
+    slow = replace(inputs, host_s=lambda op: inputs.host_s(op) / factor)
+    assert predict(slow).step_s == pytest.approx(2.9, rel=CLOSE)
 
 
 def test_a_rate_is_the_same_as_its_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,28 +109,27 @@ def test_the_first_line_has_both(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = called(f"{STEP} --measured 2.9s", capsys)
     assert code == 0
     first, *others = out.splitlines()
-    assert re.search(r"predicted step 14\d\d\.\d\d ms, measured 2900.00 ms \(2.0\d x as", first)
-    assert any("(--what-if flops=0.4" in line for line in others)
-    assert any("a host that takes 1." in line for line in others)
+    assert re.search(r"predicted step \d+\.\d\d ms.*, measured 2900.00 ms \(1.7\d x as", first)
+    assert any("(--what-if flops=0.5" in line for line in others)
+    assert any("the host at 0.0" in line for line in others)
 
 
 def test_a_figure_above_the_peak_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = called(f"{STEP} --measured 0.5s", capsys)
     assert "faster than the device's peak: check the figure" in out
-    assert "a host that" not in out
     _, out, _ = called(f"{STEP} --measured 1s", capsys)
     assert "check the figure" not in out
 
 
 def test_what_equals_the_prediction_needs_no_cause(capsys: pytest.CaptureFixture[str]) -> None:
     step_s = document(STEP, capsys)["step_s"]
-    assert document(f"{STEP} --measured {step_s:.6f}s", capsys)["measured"]["what_if"] == {}
+    assert document(f"{STEP} --measured {step_s:.6f}s", capsys)["measured"]["factors"] == {}
 
 
 @pytest.mark.parametrize(("high_s", "word"), [(2.0, "inside"), (1.2, "outside")])
 def test_the_interval_of_predictions(high_s: float, word: str) -> None:
     interval_s = 0.9, high_s
-    step = MeasuredStep(step_s=1.5, predicted_s=1.0, what_if={}, interval_s=interval_s)
+    step = MeasuredStep(step_s=1.5, predicted_s=1.0, factors={}, interval_s=interval_s)
     text = "\n".join(lines(step.document(None, None, 1, None)))
     assert f"{word} the interval of such predictions (900 ms to {high_s:g} s)" in text
 
@@ -146,6 +161,6 @@ def test_the_page_has_the_measured_step_and_the_run(
     code, _, err = called(f"{STEP} --measured 2.9s --tokens 15T --html {page}", capsys)
     assert code == 0, err
     text = page.read_text()
-    assert "gap: 1.4" in text
+    assert "gap: 1.2" in text
     assert "palm-all" in text
     assert "15T tokens in 2" in text

@@ -17,11 +17,13 @@ _RATE = re.compile(r"([\d.]+)\s*([km]?)\s*tok(?:ens?)?/s(/gpu)?", re.IGNORECASE)
 _MOST = 1024.0  # times as slow or as fast: more explains nothing
 CLOSE = 2e-3  # of the measured step
 _MOST_ROUNDS = 20
-# What a factor of --what-if changes.
+HOST = "host"
+# What has a factor: those of --what-if, and the host.
 _PARTS = {
-    "flops": "matrix products and attention at {:.3g} x their predicted rate",
-    "hbm": "memory at {:.3g} x its predicted bandwidth",
-    "link": "links between GPUs at {:.3g} x their predicted bandwidth",
+    "flops": "matrix products and attention",
+    "hbm": "memory bandwidth",
+    "link": "links between GPUs",
+    HOST: "the host",
 }
 _COLUMNS = (
     given("convention", heading="MFU by convention"),
@@ -70,17 +72,14 @@ MeasuredFigure = Annotated[Figure, Reader(read=_read_figure, metavar="14.7s")]
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """A measured step. what_if: factors, each of which alone makes the prediction as long.
+    """A measured step. factors: of a part's speed, each alone makes the prediction as long.
 
-    None: none does. num_launches: operations that the host launches, which make the step as
-    long if it is slow enough; None where its time is known, or where the step is shorter.
-    interval_s: of the prediction.
+    None: none does. interval_s: of the prediction.
     """
 
     step_s: float
     predicted_s: float
-    what_if: Mapping[str, float | None]
-    num_launches: float | None = None
+    factors: Mapping[str, float | None]
     interval_s: tuple[float, float] | None = None
 
     @property
@@ -110,8 +109,7 @@ class MeasuredStep:
             "tokens_per_s": tokens and tokens / self.step_s,
             "tokens_per_s_gpu": rate and rate / self.step_s,
             "conventions": rows,
-            "what_if": {**self.what_if},
-            "num_launches": self.num_launches,
+            "factors": {**self.factors},
             "interval_s": self.interval_s,
         }
 
@@ -199,8 +197,8 @@ def lines(measured: Mapping[str, Any]) -> Iterator[str]:
     causes = list(_causes(measured))
     yield f"  gap: {gap}{'; any one of these would explain it:' if causes else ''}"
     yield from (f"    {cause}" for cause in causes)
-    if names := [name for name, factor in measured["what_if"].items() if factor is None]:
-        yield f"    no factor of --what-if {' or '.join(names)} alone explains it"
+    if names := [_PARTS[name] for name, factor in measured["factors"].items() if not factor]:
+        yield f"    no speed of {' or of '.join(names)} alone explains it"
     if is_above_peak(measured):
         yield "    the products would be faster than the device's peak: check the figure"
     yield ""
@@ -209,15 +207,13 @@ def lines(measured: Mapping[str, Any]) -> Iterator[str]:
 
 def _causes(measured: Mapping[str, Any]) -> Iterator[str]:
     """Yield what explains the gap by itself."""
-    for name, factor in measured["what_if"].items():
-        if factor is not None:
-            clock = ""
-            if name == "flops" and factor < 1:
-                clock = f", as at a clock {100 * (1 - factor):.0f} % lower"
-            yield f"{_PARTS[name].format(factor)}{clock} (--what-if {name}={factor:.3g}x)"
-    if num_launches := measured["num_launches"]:
-        launch = format_time(measured["step_s"] / num_launches)
-        yield f"a host that takes {launch} to launch each of {num_launches:,.0f} operations"
+    for name, factor in measured["factors"].items():
+        if factor is None:
+            continue
+        text = f"{_PARTS[name]} at {factor:.3g} x the predicted speed"
+        if name == "flops" and factor < 1:
+            text += f", as at a clock {100 * (1 - factor):.0f} % lower"
+        yield text if name == HOST else f"{text} (--what-if {name}={factor:.3g}x)"
 
 
 def is_above_peak(measured: Mapping[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
@@ -16,7 +16,7 @@ from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
 from stepmark.predictions.framework_job import FrameworkJob, Generate, generated
 from stepmark.predictions.inputs import Inputs, changed
-from stepmark.predictions.measured_step import CLOSE, Figure, MeasuredStep, factor_for
+from stepmark.predictions.measured_step import CLOSE, HOST, Figure, MeasuredStep, factor_for
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import FACTORS, PredictOptions, show_what_if
 from stepmark.predictions.prediction import Prediction
@@ -107,24 +107,25 @@ def _training_run(options: PredictOptions, inputs: Inputs) -> TrainingRun | None
 def _measured(figure: Figure, inputs: Inputs, prediction: Prediction) -> MeasuredStep:
     """Return the step of --measured, and what explains its gap. Raises ConfigError."""
     measured_s = figure.step_s(inputs.tokens, inputs.num_ranks)
-    waits_for_host = measured_s > prediction.step_s and not inputs.host_is_known
-
-    def factor(name: str) -> float | None:
-        return factor_for(
-            lambda value: predict(changed(inputs, {name: value})).step_s, measured_s
-        )
-
     is_close = abs(measured_s - prediction.step_s) <= CLOSE * measured_s
-    has_part = {"link": prediction.step.comm_s > 0.0}
-    names = [name for name in FACTORS if has_part.get(name, True) and not is_close]
+    is_part = {"link": prediction.step.comm_s > 0.0, HOST: inputs.host_is_known}
+    names = [name for name in (*FACTORS, HOST) if is_part.get(name, True) and not is_close]
     with Waiting("looking for what explains the measured step"):
-        what_if = {name: factor(name) for name in names}
-    return MeasuredStep(
-        step_s=measured_s,
-        predicted_s=prediction.step_s,
-        what_if=what_if,
-        num_launches=prediction.step.num_kernels if waits_for_host else None,
-    )
+        factors = {
+            name: factor_for(partial(_step_s, inputs, name), measured_s) for name in names
+        }
+    return MeasuredStep(step_s=measured_s, predicted_s=prediction.step_s, factors=factors)
+
+
+def _step_s(inputs: Inputs, name: str, factor: float) -> float:
+    """Return the seconds of the step with a part that is so many times as fast."""
+    if name != HOST:
+        return predict(changed(inputs, {name: factor})).step_s
+
+    def host_s(op: Operation) -> float:
+        return inputs.host_s(op) / factor
+
+    return predict(replace(inputs, host_s=host_s)).step_s
 
 
 def predict(inputs: Inputs) -> Prediction:

@@ -15,7 +15,7 @@ from stepmark.training.train_options import CaseOptions
 
 # Options that take lists, with commas: each combination is predicted. Others are a framework's.
 LISTED = (
-    *("device", "network", "nproc", "world_size", "strategy", "tp", "pp", "cp", "ep"),
+    *("device", "host", "network", "nproc", "world_size", "strategy", "tp", "pp", "cp", "ep"),
     *("dp_shard", "dp_replicate", "mbs", "gbs", "grad_accum", "seq_len", "precision", "ac"),
     *("recompute", "recompute_granularity", "recompute_num_layers", "stage", "pp_schedule"),
     *("pp_microbatches", "virtual_pipeline_model_parallel_size"),
