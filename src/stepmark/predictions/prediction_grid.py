@@ -109,20 +109,25 @@ def _millijoules(row: Row) -> str:
     return f"{1e3 * energy_j:.1f}" if energy_j else ""
 
 
+def _whole(name: str) -> Callable[[Row], str]:
+    """Return what shows a value as a whole number."""
+    return lambda row: "" if row[name] is None else f"{row[name]:,.0f}"
+
+
 def _gibibytes(row: Row) -> str:
     return f"{_bytes(row) / GIB:.1f}" if _bytes(row) else ""
 
 
 _COLUMNS = (
     given("step_s", NUMBER, "step", _step),
-    given("tokens_per_s_gpu", NUMBER, "tokens/s/GPU"),
+    given("tokens_per_s_gpu", NUMBER, "tokens/s/GPU", _whole("tokens_per_s_gpu")),
     given("mfu_pct", PERCENT, "MFU %"),
     given("reserved_bytes", NUMBER, "GiB", _gibibytes),
     given("verdict", heading="memory"),
     given("bound"),
     given("energy_per_token_j", NUMBER, "mJ/token", _millijoules),
     given("days", PERCENT),
-    given("cost", NUMBER),
+    given("cost", NUMBER, words=_whole("cost")),
 )
 
 
