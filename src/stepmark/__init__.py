@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from stepmark.api.comparison import Comparison, compare
     from stepmark.api.model import Model
     from stepmark.api.options import options
-    from stepmark.api.prediction import Prediction, predict
+    from stepmark.api.prediction import Prediction, Predictions, predict
     from stepmark.api.run import Replay, Run, measure, read_run, replay
     from stepmark.api.trace import Trace, read_trace
     from stepmark.api.workload import Workload, read_workload, workload
@@ -26,6 +26,7 @@ __all__ = [
     "Model",
     "NothingToMeasureError",
     "Prediction",
+    "Predictions",
     "Replay",
     "Run",
     "StepmarkError",
@@ -49,7 +50,7 @@ _MODULES = {
     "stepmark.api.comparison": ("Comparison", "compare"),
     "stepmark.api.model": ("Model",),
     "stepmark.api.options": ("options",),
-    "stepmark.api.prediction": ("Prediction", "predict"),
+    "stepmark.api.prediction": ("Prediction", "Predictions", "predict"),
     "stepmark.api.run": ("Replay", "Run", "measure", "read_run", "replay"),
     "stepmark.tables.table": ("Table",),
     "stepmark.api.trace": ("Trace", "read_trace"),

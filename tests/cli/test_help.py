@@ -7,7 +7,6 @@ import pytest
 
 from stepmark.cli import main
 from stepmark.cli.commands import Command, Group
-from stepmark.ground.options import build
 from stepmark.model.device import load_devices
 from stepmark.model.ops import FAMILIES
 
@@ -99,7 +98,7 @@ def _examples() -> list[str]:
 def test_examples_are_valid(example: str) -> None:
     built, arguments = command(shlex.split(example.partition(" > ")[0], comments=True))
     values = built.parse("stepmark", arguments)
-    build(built.cls, values)
+    built.read(values)
     if example.partition(" ")[0] in PLANNED and "--config" not in example:
         more = [] if "--device" in example else ["--device", "h200"]
         code, _, err = called([*shlex.split(example), *more, *["--dry-run"]])

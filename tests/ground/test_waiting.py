@@ -86,3 +86,11 @@ def test_a_long_case_is_named(monkeypatch: pytest.MonkeyPatch, quiet: bool, text
     stream.written.wait(0.5)
     sink.close()
     assert stream.getvalue() == text
+
+
+def test_a_wait_within_another_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = stream_of(monkeypatch, is_terminal=False)
+    with Waiting("predicting 2 combinations"), Waiting("reading"):
+        assert stream.written.wait(10)
+        time.sleep(0.1)
+    assert stream.getvalue() == "# predicting 2 combinations ...\n"

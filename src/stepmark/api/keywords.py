@@ -34,8 +34,18 @@ def read(
 ) -> T:
     """Return the options of arguments. Raises ConfigError for unknown ones and bad values.
 
+    base: values, as `plain` returns them, of what is not given. Others: see `as_typed`.
+    """
+    return build(cls, {**(base or {}), **as_typed(cls, words, keywords)})
+
+
+def as_typed(
+    cls: type, words: Sequence[object], keywords: Mapping[str, object]
+) -> dict[str, object]:
+    """Return arguments as a command line has them. Raises ConfigError for unknown ones.
+
     words: the positional arguments of the command line. Of a field's several spellings each is
-    a keyword, with _ for -. base: values, as `plain` returns them, of what is not given.
+    a keyword, with _ for -.
     """
     names = names_of(cls)
     values: dict[str, object] = {}
@@ -46,15 +56,15 @@ def read(
             raise ConfigError(name, "given" if value is None else value, known)
         if option.name in values:
             raise ConfigError(name, value, f"it is given twice: it is {option.name}")
-        values[option.name] = _as_typed(option, name, value)
+        values[option.name] = _text_of(option, name, value)
     if words:
         place = next((option for option in declared(cls) if option.argument), None)
         most = 0 if place is None else len(words) if place.is_list else 1
         if place is None or len(words) > most:
             allowed = f"at most {most} without a keyword"
             raise ConfigError("arguments", " ".join(map(text, words)), allowed)
-        values[place.name] = _as_typed(place, place.name, words if place.is_list else words[0])
-    return build(cls, {**(base or {}), **values})
+        values[place.name] = _text_of(place, place.name, words if place.is_list else words[0])
+    return values
 
 
 OPTION_COLUMNS = tuple(map(given, ("keyword", "value", "default", "help")))
@@ -136,7 +146,7 @@ def _hint(name: str, names: Mapping[str, Option], *, is_printed: bool) -> str:
     return "it is no keyword here; options(VERB) lists those that are"
 
 
-def _as_typed(option: Option, name: str, value: object) -> object:
+def _text_of(option: Option, name: str, value: object) -> object:
     """Return a value as the command line has it: a switch, text, or a list of texts."""
     if value is None:
         return None

@@ -2,14 +2,17 @@
 
 import os
 from html import escape
+from typing import overload
 
-from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.keywords import as_typed, spells_keywords
 from stepmark.api.model import Model
 from stepmark.api.workload import Workload
+from stepmark.ground.option_grid import read_grid
 from stepmark.predictions import prediction as core
-from stepmark.predictions import prediction_text
+from stepmark.predictions import prediction_grid, prediction_text
 from stepmark.predictions.predict import predicted
-from stepmark.predictions.predict_options import PredictOptions
+from stepmark.predictions.predict_options import LISTED, PredictOptions
+from stepmark.predictions.prediction_grid import PredictionGrid
 from stepmark.tables.table import Table
 
 
@@ -48,16 +51,53 @@ class Prediction(Table):
         return f"<p>{escape(where)}</p><ul>{lines}</ul>{super()._repr_html_()}{notes}"
 
 
+class Predictions(Table):
+    """Predicted steps of all combinations of lists. Its rows are those of the combinations.
+
+    The best is first: by whether its memory fits, then by tokens/s of a GPU, or with prices of
+    several devices by cost. best: the first row; None where none fits. refused: combinations
+    that no step can have, with the reason. notes: how far rows are to be trusted, each with
+    the number of rows.
+    """
+
+    def __init__(self, grid: PredictionGrid) -> None:
+        """Keep the predictions of a grid."""
+        super().__init__(grid.rows, grid.columns)
+        self.best = grid.best
+        self.refused = Table(grid.refused)
+        self.notes = grid.notes
+        self._grid = grid
+
+    def show(self) -> None:
+        """Print what `stepmark predict` prints."""
+        print("\n".join(prediction_grid.lines(self._grid)))  # noqa: T201
+
+
+Single = str | float | os.PathLike[str] | None
+
+
+@overload
+def predict(
+    what: str | os.PathLike[str] | Model | Workload | None = None, **options: Single
+) -> Prediction: ...
+@overload
+def predict(
+    what: str | os.PathLike[str] | Model | Workload | None = None, **options: object
+) -> Prediction | Predictions: ...
 @spells_keywords
 def predict(
     what: str | os.PathLike[str] | Model | Workload | None = None, **options: object
-) -> Prediction:
+) -> Prediction | Predictions:
     """Predict a training step from measured parts, or by the data sheet of a device.
 
     what: a model, or a workload or its file; None with from_run="latest". options: those of
     `stepmark predict`, e.g. device="h200", nproc=8, strategy="fsdp", mbs=2;
-    `options("predict")` lists them. Raises ConfigError.
+    `options("predict")` lists them. Of options with lists, such as tp=[2, 4, 8], each
+    combination is predicted: the result is Predictions. Raises ConfigError.
     """
     workload = what.program if isinstance(what, Workload) else None
     words = [] if what is None or workload else [what]
-    return Prediction(predicted(read(PredictOptions, words, options), workload))
+    grid = read_grid(PredictOptions, as_typed(PredictOptions, words, options), LISTED)
+    if grid.axes:
+        return Predictions(prediction_grid.predict_grid(grid, workload=workload))
+    return Prediction(predicted(grid.options, workload))

@@ -11,6 +11,7 @@ torchtitan  6 (N - N_embedding) + 12 L H Dh T (torchtitan, models/utils.py): the
             Where query and value heads differ in width, 12 Dh is 6 (d_qk + d_v), as there.
 palm-all    6 N + 12 L H Dh T with N of everything stored (appendix B of PaLM,
             arXiv:2204.02311, with the embedding tables in N); of no meaning for experts.
+6n          6 N with N of everything stored that a token activates: without attention's scores.
 hfu         causal, and the forward products that checkpointing runs again (Korthikanti et
             al., arXiv:2205.05198): those that torch executes (cases/recompute.py). The last
             product of a block is none of them, unless its result is needed.
@@ -31,6 +32,7 @@ class TokenFlops:
     causal: float
     torchtitan: float
     palm_all: float | None  # None: the model has experts
+    six_n: float
     hfu: float  # causal and recomputed
 
 
@@ -51,6 +53,7 @@ def of_model(model: ModelConfig, again: float, *, is_frozen: bool = False) -> To
         causal=causal,
         torchtitan=torchtitan(model),
         palm_all=palm_all(model),
+        six_n=6.0 * model.num_active_params,
         hfu=causal + again,
     )
 

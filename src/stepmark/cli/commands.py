@@ -6,6 +6,7 @@ A handler is named as text and imported when it is called, so --help reads no ot
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,21 @@ class Command:
         values = self.parse(name, words)
         try:
             self.check(values)
-            code: int | None = options.load(self.handler)(options.build(self.cls, values))
+            code = self.call(
+                self.read(values), partial(self.as_typed, values=values, words=words)
+            )
         except ConfigError as error:
             raise self.as_typed(error, values, words) from error.__cause__
         return code or 0
+
+    def read(self, values: Values) -> Any:
+        """Return what the handler takes. Raises ConfigError."""
+        return options.build(self.cls, values)
+
+    def call(self, given: Any, spell: Callable[[ConfigError], ConfigError]) -> int | None:
+        """Call the handler. spell: returns an error as as_typed does. Raises StepmarkError."""
+        code: int | None = options.load(self.handler)(given)
+        return code
 
     def check(self, values: Values) -> None:
         """Refuse what the handler would find too late. Raises StepmarkError."""

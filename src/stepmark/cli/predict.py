@@ -1,10 +1,31 @@
 """stepmark predict: of a model as `train` runs it, of a workload, or of a framework's job."""
 
-from stepmark.cli.commands import Command
-from stepmark.cli.workload import framework_of
-from stepmark.ground.errors import ConfigError
+from collections.abc import Callable
+from typing import Any
 
-_DOC = "Predict a training step from measured parts or a data sheet"
+from stepmark.cli.commands import Command, Values
+from stepmark.cli.workload import framework_of
+from stepmark.ground import options
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.option_grid import Grid, read_grid
+
+_DOC = "Predict a step by measured parts or data sheet"
+_LISTS = "--tp 2,4: a table"
+
+
+class _Command(Command):
+    """A command whose options may have lists, of which it predicts each combination."""
+
+    def read(self, values: Values) -> Grid[Any]:
+        from stepmark.predictions.predict_options import LISTED  # noqa: PLC0415
+
+        return read_grid(self.cls, values, LISTED)
+
+    def call(self, given: Grid[Any], spell: Callable[[ConfigError], ConfigError]) -> int | None:
+        if not given.axes:
+            return super().call(given.options, spell)
+        code: int = options.load("stepmark.predictions.prediction_grid:run")(given, spell)
+        return code
 
 
 def command(words: list[str]) -> Command:
@@ -13,11 +34,11 @@ def command(words: list[str]) -> Command:
     if not framework:
         from stepmark.predictions.predict_options import PredictOptions  # noqa: PLC0415
 
-        return Command(
+        return _Command(
             PredictOptions,
             "stepmark.predictions.predict:run",
-            f"{_DOC}; --framework NAME: by its flags.",
-            "predict llama-3.1-70b --nproc 1024 --tp 8 --device h200",
+            f"{_DOC}; --framework NAME: its flags; {_LISTS}.",
+            "predict llama-3.1-70b --nproc 1024 --tp 2,4,8 --device h100-sxm,h200 --tokens 15T",
             "predict --from-run latest --what-if link=2x",
             "predict workload.json --device h100-sxm",
             "predict gpt-175b --framework megatron --nproc 1024 --tp 8 --pp 8 --device h100",
@@ -29,11 +50,12 @@ def command(words: list[str]) -> Command:
         name = find_rule(framework)
     except ConfigError as error:
         raise ConfigError("--framework", error.value, error.allowed) from None
-    return Command(
+    return _Command(
         framework_job.options_class(name),
-        "stepmark.predictions.predict:run_framework",
-        f"{_DOC}. The job is described as in `workload generate`; these are {name}'s settings.",
-        "predict llama-3.1-70b --framework megatron --nproc 256 --tp 4 --pp 4 --device h100",
+        "stepmark.predictions.predict:run",
+        f"{_DOC}; {_LISTS}. The job is described as in `workload generate`; these are {name}'s "
+        "settings.",
+        "predict llama-3.1-70b --framework megatron --nproc 256 --tp 2,4 --pp 4 --device h100",
         "predict llama-3.1-8b --framework deepspeed --zero-stage 3 --nproc 64 --device a100",
         "predict llama-3.1-8b --framework pytorch --nproc 64 --tp 2 --device h100",
     )

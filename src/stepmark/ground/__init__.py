@@ -3,6 +3,7 @@
 - units.py, dtypes.py: parse and format numbers; element types.
 - errors.py: exceptions that a user can see.
 - options.py, option_groups.py: options of a verb as dataclasses; groups that verbs share.
+- option_grid.py: options with lists of values, and their combinations.
 - stats.py, fit.py: order statistics of samples; latency and bandwidth from times.
 - launches.py, variance.py, spread.py, ratio.py, verdicts.py: from launches to verdicts.
 - redaction.py: remove secrets from what is stored or printed.

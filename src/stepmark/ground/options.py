@@ -29,12 +29,14 @@ class Reader:
     """Conversion of a value from text, and back to text that reads as the same value.
 
     read: text and field to value, raises ConfigError. choices: of a closed set, else empty.
+    is_sequence: a value is a tuple of all that the text lists.
     """
 
     read: Callable[[str, str], Any]
     show: Callable[[Any], str] = str
     metavar: str = "<str>"
     choices: tuple[str, ...] = ()
+    is_sequence: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,9 @@ def comma_list(of: Reader, everything: tuple[Any, ...] = ()) -> Reader:
     def show(values: tuple[Any, ...]) -> str:
         return "all" if values and values == everything else ",".join(map(of.show, values))
 
-    return Reader(read=read, show=show, metavar=f"{of.metavar},...", choices=of.choices)
+    return Reader(
+        read=read, show=show, metavar=f"{of.metavar},...", choices=of.choices, is_sequence=True
+    )
 
 
 def _ranges(text: str, field: str) -> tuple[int, ...]:
@@ -291,7 +295,12 @@ def _ranges(text: str, field: str) -> tuple[int, ...]:
 Words = Annotated[tuple[str, ...], comma_list(_READERS[str])]
 WholeNumbers = Annotated[
     tuple[int, ...],
-    Reader(read=_ranges, show=lambda numbers: ",".join(map(str, numbers)), metavar="1,2|1-8"),
+    Reader(
+        read=_ranges,
+        show=lambda numbers: ",".join(map(str, numbers)),
+        metavar="1,2|1-8",
+        is_sequence=True,
+    ),
 ]
 Size = Annotated[int, Reader(read=parse_bytes, show=_size, metavar="SIZE")]
 Share = Annotated[float, Reader(read=parse_share, show=exact, metavar="SHARE")]

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 from stepmark.ground import outer_launcher
 
@@ -23,15 +24,18 @@ class Waiting:
     """A line that appears once the wait takes longer than 2 s.
 
     A terminal shows the seconds and in the end nothing; a file gets the line once. Of the ranks
-    of a launcher only the first writes it.
+    of a launcher only the first writes it. A wait within another one has no line.
     """
+
+    _num_open: ClassVar = 0
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)
-        if outer_launcher.is_first():
+        if outer_launcher.is_first() and not Waiting._num_open:
             self._thread.start()
+        Waiting._num_open += 1
 
     def __enter__(self) -> "Waiting":
         return self
@@ -40,7 +44,10 @@ class Waiting:
         self.close()
 
     def close(self) -> None:
+        if self._done.is_set():
+            return
         self._done.set()
+        Waiting._num_open -= 1
         if self._thread.ident is not None:
             self._thread.join()
 

@@ -2,6 +2,7 @@
 
 - predict_options.py, predict.py: options, and the verb.
 - framework_job.py: the verb with a framework's flags.
+- prediction_grid.py: predictions of all combinations of options with lists, as a table.
 - inputs.py, predict_inputs.py: what a step is predicted from; by options, a case, a workload.
 - calibration.py, calibrate.py: measured parts, and the verb that measures them.
 - hosts.py, host_times.py: the host's time for an operation, by data sheet and as measured.
@@ -11,5 +12,6 @@
 - stage_times.py: when each operation runs, and the lines that it adds to.
 - prediction.py: the prediction of a step, its figures and its memory.
 - prediction_notes.py, prediction_text.py, prediction_page.py: what is said of it.
+- training_run.py, measured_step.py: days and cost of a run; a measured step and its gap.
 - predicted_steps.py, ledger_page.py: predicted and measured steps of a run.
 """

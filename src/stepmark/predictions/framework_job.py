@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,17 @@ def options_class(framework: str) -> type[FrameworkJob]:
     return cls
 
 
-def workload_of(job: FrameworkJob) -> Workload:
+# A framework with the values of its options.
+Generate = Callable[[str, tuple[tuple[str, Any], ...]], Workload]
+
+
+def generated(framework: str, values: tuple[tuple[str, Any], ...]) -> Workload:
+    """Return the workload of these options. Raises ConfigError."""
+    cls = workload_flags.options_class(framework, has_ignored=False)
+    return generate(cls(**dict(values)))
+
+
+def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
     """Return the workload of the job. Raises ConfigError."""
     names = [*job.models, *([job.model] if job.model else [])]
     if len(names) > 1:
@@ -60,7 +71,7 @@ def workload_of(job: FrameworkJob) -> Workload:
     cls = workload_flags.options_class(job.framework, has_ignored=False)
     values = _values(job, cls)
     values |= {"model": "".join(names) or None, "world_size": job.world_size or job.nproc}
-    return generate(cls(**values))
+    return make(job.framework, tuple(values.items()))
 
 
 def basis_of(job: FrameworkJob) -> PredictOptions:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
@@ -14,15 +14,17 @@ from stepmark.model.systems import IN_HOST
 from stepmark.predictions import framework_job, prediction_text
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
-from stepmark.predictions.framework_job import FrameworkJob
+from stepmark.predictions.framework_job import FrameworkJob, Generate, generated
 from stepmark.predictions.inputs import Inputs, changed
+from stepmark.predictions.measured_step import CLOSE, HOST, Figure, MeasuredStep, factor_for
 from stepmark.predictions.predict_inputs import inputs_of
-from stepmark.predictions.predict_options import PredictOptions
+from stepmark.predictions.predict_options import FACTORS, PredictOptions, show_what_if
 from stepmark.predictions.prediction import Prediction
 from stepmark.predictions.prediction_notes import first_few, notes_of
 from stepmark.predictions.prediction_page import page
 from stepmark.predictions.simulation import simulate
 from stepmark.predictions.step import at_clock, total
+from stepmark.predictions.training_run import TrainingRun, show_tokens, training_run
 from stepmark.step.workload import CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json
@@ -33,20 +35,29 @@ from stepmark.workloads.rules.pytorch.case import of_case
 _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 
 
-def run(options: PredictOptions) -> int:
+Job = PredictOptions | FrameworkJob
+
+
+def run(job: Job) -> int:
     """Predict, print, write files. Returns the exit code."""
-    return _delivered(options, predicted(options))
+    return _delivered(job, of_job(job))
 
 
-def run_framework(job: FrameworkJob) -> int:
-    """Predict a job of a framework. Returns the exit code."""
+def of_job(
+    job: Job, workload: Workload | None = None, make: Generate = generated
+) -> Prediction:
+    """Return the prediction of a job, of a framework or not. Raises ConfigError.
+
+    workload: the step, if no option names it. make: the workload of a framework's job.
+    """
+    if not isinstance(job, FrameworkJob):
+        return predicted(job, workload)
     with Waiting("generating the workload"):
-        workload = framework_job.workload_of(job)
-    options = framework_job.basis_of(job)
-    return _delivered(options, predicted(options, workload))
+        workload = framework_job.workload_of(job, make)
+    return predicted(framework_job.basis_of(job), workload)
 
 
-def _delivered(options: PredictOptions, prediction: Prediction) -> int:
+def _delivered(options: Job, prediction: Prediction) -> int:
     """Print a prediction and write its files."""
     options.check_stdout()
     document = prediction.document()
@@ -69,10 +80,52 @@ def predicted(options: PredictOptions, workload: Workload | None = None) -> Pred
     with Waiting("reading the parts of the step"):
         inputs = inputs_of(options, workload)
     changes = dict(options.what_if or ())
+    if changes and options.measured:
+        allowed = "left out with --measured, which is of the device as it is"
+        raise ConfigError("what-if", show_what_if(tuple(changes.items())), allowed)
+    training = _training_run(options, inputs)
     with Waiting(f"predicting a step of {inputs.name}"):
         prediction = predict(changed(inputs, changes))
     more = (*calibration_notes(inputs), *_effects(inputs, changes, prediction))
-    return replace(prediction, notes=(*prediction.notes, *more))
+    return replace(
+        prediction,
+        notes=(*prediction.notes, *more),
+        run=training,
+        measured=_measured(options.measured, inputs, prediction) if options.measured else None,
+    )
+
+
+def _training_run(options: PredictOptions, inputs: Inputs) -> TrainingRun | None:
+    """Return the run of --tokens. Raises ConfigError."""
+    run = training_run(options.tokens, options.price, inputs.device)
+    if run and not inputs.tokens:
+        allowed = "left out: the workload does not tell the tokens of a step"
+        raise ConfigError("tokens", show_tokens(run.tokens), allowed)
+    return run
+
+
+def _measured(figure: Figure, inputs: Inputs, prediction: Prediction) -> MeasuredStep:
+    """Return the step of --measured, and what explains its gap. Raises ConfigError."""
+    measured_s = figure.step_s(inputs.tokens, inputs.num_ranks)
+    is_close = abs(measured_s - prediction.step_s) <= CLOSE * measured_s
+    is_part = {"link": prediction.step.comm_s > 0.0, HOST: inputs.host_is_known}
+    names = [name for name in (*FACTORS, HOST) if is_part.get(name, True) and not is_close]
+    with Waiting("looking for what explains the measured step"):
+        factors = {
+            name: factor_for(partial(_step_s, inputs, name), measured_s) for name in names
+        }
+    return MeasuredStep(step_s=measured_s, predicted_s=prediction.step_s, factors=factors)
+
+
+def _step_s(inputs: Inputs, name: str, factor: float) -> float:
+    """Return the seconds of the step with a part that is so many times as fast."""
+    if name != HOST:
+        return predict(changed(inputs, {name: factor})).step_s
+
+    def host_s(op: Operation) -> float:
+        return inputs.host_s(op) / factor
+
+    return predict(replace(inputs, host_s=host_s)).step_s
 
 
 def predict(inputs: Inputs) -> Prediction:

@@ -9,8 +9,17 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_groups import Files
 from stepmark.ground.options import Reader, flag, group
 from stepmark.model.network_options import NetworkOptions
+from stepmark.predictions.measured_step import MeasuredFigure
+from stepmark.predictions.training_run import GpuHourPrices, Tokens
 from stepmark.training.train_options import CaseOptions
 
+# Options that take lists, with commas: each combination is predicted. Others are a framework's.
+LISTED = (
+    *("device", "host", "network", "nproc", "world_size", "strategy", "tp", "pp", "cp", "ep"),
+    *("dp_shard", "dp_replicate", "mbs", "gbs", "grad_accum", "seq_len", "precision", "ac"),
+    *("recompute", "recompute_granularity", "recompute_num_layers", "stage", "pp_schedule"),
+    *("pp_microbatches", "virtual_pipeline_model_parallel_size"),
+)
 # What --what-if changes: bandwidth of the links between GPUs, of memory, the rate of products
 # and attention, each by a factor; and the power limit in watts.
 FACTORS = ("link", "hbm", "flops")
@@ -72,8 +81,15 @@ class Basis:
         "--global-batch",
     )
     what_if: Changes | None = flag(
-        "change the device: bandwidth of links or memory (hbm), FLOP/s (flops) by a factor; "
-        "power=1000W limits it"
+        "factors on links, memory (hbm), FLOP/s (flops); power=1000W"
+    )
+    tokens: Tokens | None = flag("days of a training run over so many tokens")
+    price: GpuHourPrices | None = flag(
+        "of a GPU hour, for the cost of --tokens; by device: h100-sxm=2.5/h,b200=5/h",
+        rare=True,
+    )
+    measured: MeasuredFigure | None = flag(
+        "compare with a measured step, or 9800tokens/s, or 9800tokens/s/GPU"
     )
     force: bool = flag(
         "use a calibration of another device or version", default=False, rare=True

@@ -9,8 +9,10 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.train_words import techniques
 from stepmark.ground.units import TFLOP
 from stepmark.predictions.inputs import Inputs
+from stepmark.predictions.measured_step import MeasuredStep
 from stepmark.predictions.simulation import SteadyStep
 from stepmark.predictions.step import Clock
+from stepmark.predictions.training_run import RUN_FIGURES, TrainingRun
 from stepmark.step.workload_stages import missing_pipeline
 from stepmark.step_memory import memory, workload_memory
 from stepmark.step_memory.rank_memory import RankMemory
@@ -50,7 +52,8 @@ class Prediction:
 
     clock: and power; None where none was measured. sources, comm_sources: seconds of compute by
     origin, and that of messages by collective. unknown: as of Total. spans_hosts: ranks of
-    several hosts communicate by the costs of one. notes: how far it is to be trusted.
+    several hosts communicate by the costs of one. notes: how far it is to be trusted. run,
+    measured: what --tokens and --measured ask for.
     """
 
     inputs: Inputs
@@ -61,6 +64,8 @@ class Prediction:
     unknown: Mapping[str, bool] = field(default_factory=dict)
     spans_hosts: bool = False
     notes: tuple[str, ...] = ()
+    run: TrainingRun | None = None
+    measured: MeasuredStep | None = None
 
     @property
     def step_s(self) -> float:
@@ -75,21 +80,36 @@ class Prediction:
             return False
         return bool(self.unknown or self.spans_hosts or (file and file.gaps))
 
+    @property
+    def device_bytes(self) -> int | None:
+        """Return the memory of the device; None where it is unknown."""
+        of_sheet = self.inputs.device.hbm_bytes if self.inputs.device else None
+        return self.inputs.memory_bytes or of_sheet
+
     @cached_property
     def memory(self) -> StepMemory | None:
-        """The memory of a rank; None where it is not derived, as on a CPU."""
-        inputs = self.inputs
-        of_sheet = inputs.device.hbm_bytes if inputs.device else None
-        device_bytes = inputs.memory_bytes or of_sheet
-        if inputs.case is None:
-            return self._of_workload(device_bytes)
-        return (
-            None if inputs.case.device != "cuda" else self._of_case(inputs.case, device_bytes)
-        )
+        """The memory of a rank, with what fits; None where it is not derived, as on a CPU."""
+        estimated = self.estimated_memory
+        if estimated is None or estimated.verdict != memory.NO_FIT or not self.device_bytes:
+            return estimated
+        if self.inputs.case is None:
+            fitting = workload_memory.what_fits(self.inputs.workload, self.device_bytes)
+        else:
+            fitting = remedies.what_fits(
+                self.inputs.case, self.device_bytes, self.inputs.memory
+            )
+        return replace(estimated, fitting=fitting)
+
+    @cached_property
+    def estimated_memory(self) -> StepMemory | None:
+        """The memory without what fits, which takes longer to find."""
+        case = self.inputs.case
+        if case is None:
+            return self._of_workload(self.device_bytes)
+        return None if case.device != "cuda" else self._of_case(case, self.device_bytes)
 
     def _of_case(self, case: TrainCase, device_bytes: int | None) -> StepMemory:
-        measured = self.inputs.memory
-        allocated, reserved = memory.calibrated(case, measured)
+        allocated, reserved = memory.calibrated(case, self.inputs.memory)
         stages = memory.stage_estimates(case)
         estimated = StepMemory(
             allocated_bytes=allocated,
@@ -100,10 +120,7 @@ class Prediction:
         if device_bytes is None:
             return estimated
         verdict = memory.verdict(case, allocated, reserved, device_bytes)
-        fitting = ""
-        if verdict == memory.NO_FIT:
-            fitting = remedies.what_fits(case, device_bytes, measured)
-        return replace(estimated, verdict=verdict, fitting=fitting)
+        return replace(estimated, verdict=verdict)
 
     def _of_workload(self, device_bytes: int | None) -> StepMemory | None:
         workload = self.inputs.workload
@@ -118,11 +135,7 @@ class Prediction:
         )
         if device_bytes is None:
             return estimated
-        verdict = workload_memory.verdict(workload, device_bytes)
-        fitting = ""
-        if verdict == memory.NO_FIT:
-            fitting = workload_memory.what_fits(workload, device_bytes)
-        return replace(estimated, verdict=verdict, fitting=fitting)
+        return replace(estimated, verdict=workload_memory.verdict(workload, device_bytes))
 
     def rows(self) -> list[Row]:
         """Return the lines of the ledgers, which add up to the step of each stage."""
@@ -149,8 +162,32 @@ class Prediction:
             if time_ns
         ]
 
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """Return the notes, with one on memory that is close."""
+        is_close = self.estimated_memory and self.estimated_memory.verdict == memory.CLOSE
+        return (*self.notes, _CLOSE_MEMORY) if is_close else self.notes
+
     def document(self) -> dict[str, Any]:
         """Return everything as plain data. Times are of one optimizer step."""
+        return {
+            **self.figures(),
+            "memory": self.memory and asdict(self.memory),
+            "measured": self.measured and self._measured_document(self.measured),
+            "sources_s": {str(source): time_s for source, time_s in self.sources.items()},
+            "ledger": self.rows(),
+            "ledger_parts": self.part_rows(),
+            "notes": [*self.all_notes],
+        }
+
+    def _measured_document(self, measured: MeasuredStep) -> dict[str, Any]:
+        inputs = self.inputs
+        return measured.document(
+            inputs.token_flops, inputs.tokens, inputs.num_ranks, inputs.peak_flops_per_s
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """Return the document without ledgers, notes, and what takes long to find."""
         inputs = self.inputs
         step = self.step
         step_s = self.step_s
@@ -168,7 +205,6 @@ class Prediction:
             """Return the FLOP/s of each rank in this unit."""
             return tokens_per_s and scale * tokens_per_s * flops_per_token / num_ranks / unit
 
-        is_close = self.memory is not None and self.memory.verdict == memory.CLOSE
         pipeline_is_known = case is not None or not missing_pipeline(inputs.workload)
         return {
             "name": inputs.name,
@@ -185,7 +221,7 @@ class Prediction:
             "host_is_known": inputs.host_is_known,
             "pipeline_is_known": pipeline_is_known,
             "calibration": inputs.calibration if case else "",
-            "memory": self.memory and asdict(self.memory),
+            "memory": self.estimated_memory and asdict(self.estimated_memory),
             "step_s": step_s,
             "is_lower_bound": self.is_lower_bound,
             "tokens_per_s": tokens_per_s,
@@ -204,11 +240,15 @@ class Prediction:
             "power_w": power_w,
             "energy_j": energy_j,
             "energy_per_token_j": energy_j and tokens and energy_j * num_ranks / tokens,
-            "sources_s": {str(source): time_s for source, time_s in self.sources.items()},
-            "ledger": self.rows(),
-            "ledger_parts": self.part_rows(),
-            "notes": [*self.notes, _CLOSE_MEMORY] if is_close else [*self.notes],
+            "run_tokens": self.run and self.run.tokens,
+            "gpu_hour_price": self.run and self.run.gpu_hour_price,
+            **self._run_figures(tokens_per_s),
         }
+
+    def _run_figures(self, tokens_per_s: float | None) -> Mapping[str, float | None]:
+        if self.run is None or not tokens_per_s:
+            return dict.fromkeys(RUN_FIGURES)
+        return self.run.figures(tokens_per_s, self.inputs.num_ranks)
 
 
 def _rows_of(stages: Iterable[RankMemory]) -> tuple[Mapping[str, int], ...]:

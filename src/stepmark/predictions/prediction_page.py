@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from stepmark.predictions import measured_step
 from stepmark.predictions import prediction_text as text
 from stepmark.predictions.ledger_page import picture, stages
 from stepmark.predictions.simulation import SteadyStep
@@ -43,11 +44,16 @@ def page(document: Mapping[str, Any], step: SteadyStep) -> Page:
     table = list(text.memory_lines(document))
     memory = [Section("Memory of a rank", [preformatted(*table, is_table=True)])]
     notes = [items(document["notes"])] if document["notes"] else []
+    measured = []
+    if document["measured"]:
+        lines = preformatted(*measured_step.lines(document["measured"]), is_table=True)
+        measured = [Section("Measured step", [lines])]
     return Page(
         title=f"Prediction: {document['name']}",
         lead=lead,
         sections=[
             Section("Prediction", [definitions(results.items()), *warnings]),
+            *measured,
             picture(ledgers, ("predicted",), "the step") if one_stage else stages(ledgers),
             *streams(bars(step.timeline()), _NOTE, "stage"),
             *(memory if table else ()),

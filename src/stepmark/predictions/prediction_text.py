@@ -5,7 +5,9 @@ from operator import itemgetter
 from typing import Any
 
 from stepmark.ground.units import format_bytes
+from stepmark.predictions import measured_step
 from stepmark.predictions.prediction import HOST
+from stepmark.predictions.training_run import run_text
 from stepmark.tables.columns import BYTES, MS, NO_HEADING, PERCENT, given
 from stepmark.tables.table import Table
 from stepmark.timeline.ledger import TRANSFER, WAITING
@@ -19,15 +21,22 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
     where = f"{document['num_ranks']} x {document['device']}"
     pairs = dict(headline(document))
     answer = pairs.pop("predicted step") + _host_bound(document)
-    yield f"{document['name']} on {where}: predicted step {answer}"
+    first = f"{document['name']} on {where}: predicted step {answer}"
+    measured = document["measured"]
+    yield f"{first}{measured_step.headline(measured)}" if measured else first
     if step := step_text(document):
         yield f"  step: {step}"
     memory = pairs.pop("memory", "")
+    training = pairs.pop("training", "")
     yield "  " + ", ".join(pairs.values())
     if document["network"]:
         yield f"  network: {document['network']}"
     if memory:
         yield f"  memory: {memory}"
+    if training:
+        yield f"  training: {training}"
+    if measured:
+        yield from measured_step.lines(measured)
     yield ""
     yield from ledger_lines(document)
     if table := list(memory_lines(document)):
@@ -117,16 +126,22 @@ def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "energy", f"{document['energy_per_token_j'] * 1e3:.1f} mJ per token"
     if document["memory"]:
         yield "memory", _memory(document["memory"])
+    if document["run_tokens"]:
+        yield "training", run_text(document)
+
+
+def limit(document: Mapping[str, Any]) -> str:
+    """Return what the step waits for most; the host comes first where it is late."""
+    if document["bound"] == "host":
+        return HOST
+    return next(iter(document["shares_pct"]), "computation")
 
 
 def _limit(document: Mapping[str, Any]) -> str:
     """Return what the step waits for, with shares; the host comes first where it is late."""
     shares: dict[str, float] = {**document["shares_pct"]}
-    first = next(iter(shares), "computation")
-    idle = ""
-    if document["bound"] == "host":
-        first = HOST
-        idle = "device idle "
+    first = limit(document)
+    idle = "device idle " if first == HOST else ""
     words = [f"{first} ({idle}{shares.pop(first, 0.0):.1f} % of the step)"]
     words += (f"{n} ({pct:.1f} %)" for n, pct in shares.items() if pct >= _LEAST_SHARE_PCT)
     condition = "" if document["host_is_known"] else " if the host keeps up"

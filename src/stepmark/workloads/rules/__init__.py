@@ -109,7 +109,8 @@ class Rule:
         }
         if _contradicts(workload, axes):  # a file of a version that kept no axes
             return None
-        own = {name: value for name, value in given.items() if name in self.fields()}
+        fields = self.fields()
+        own = {name: value for name, value in given.items() if name in fields}
         try:
             others = ParallelConfig(**axes, dp_shard=axes["ep"]).world_size // axes["ep"]
             axes["dp_shard"] = workload.world_size // others
