@@ -11,11 +11,13 @@ from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.ops import Phase
 from stepmark.model.systems import IN_HOST
-from stepmark.predictions import framework_job, prediction_text
+from stepmark.predictions import framework_job, prediction_text, sheet_errors
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
+from stepmark.predictions.factors import Anchored, Part, part_of
 from stepmark.predictions.framework_job import FrameworkJob
 from stepmark.predictions.inputs import Inputs, changed
+from stepmark.predictions.measured_steps import fit_anchors, read_anchors
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.predictions.prediction import Prediction
@@ -43,7 +45,7 @@ def run_framework(job: FrameworkJob) -> int:
     with Waiting("generating the workload"):
         workload = framework_job.workload_of(job)
     options = framework_job.basis_of(job)
-    return _delivered(options, predicted(options, workload))
+    return _delivered(options, predicted(options, workload, job))
 
 
 def _delivered(options: PredictOptions, prediction: Prediction) -> int:
@@ -61,18 +63,37 @@ def _delivered(options: PredictOptions, prediction: Prediction) -> int:
     return 0
 
 
-def predicted(options: PredictOptions, workload: Workload | None = None) -> Prediction:
-    """Return what the options ask for. workload: the step, if no option names it.
+def predicted(
+    options: PredictOptions, workload: Workload | None = None, job: FrameworkJob | None = None
+) -> Prediction:
+    """Return what the options ask for. workload: the step, if no option names it; job: its.
 
     Raises ConfigError.
     """
     with Waiting("reading the parts of the step"):
         inputs = inputs_of(options, workload)
+    anchored = _anchored(job or options) if options.anchor else None
+    if anchored:
+        inputs = replace(inputs, factors=anchored.factors)
     changes = dict(options.what_if or ())
     with Waiting(f"predicting a step of {inputs.name}"):
         prediction = predict(changed(inputs, changes))
+    interval, interval_notes = sheet_errors.interval_of(prediction, anchored)
     more = (*calibration_notes(inputs), *_effects(inputs, changes, prediction))
-    return replace(prediction, notes=(*prediction.notes, *more))
+    return replace(
+        prediction,
+        interval=interval,
+        anchored=anchored,
+        notes=(*prediction.notes, *interval_notes, *more),
+    )
+
+
+def _anchored(options: PredictOptions | FrameworkJob) -> Anchored:
+    """Return the factors by the anchors that the options name. Raises ConfigError."""
+    with Waiting("reading anchors"):
+        steps = read_anchors(options)
+    with Waiting(f"fitting factors to {len(steps)} measured steps"):
+        return fit_anchors(steps, lambda own: predict(own).step, options.anchor or "")
 
 
 def predict(inputs: Inputs) -> Prediction:
@@ -169,12 +190,20 @@ def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
     """Return all costs, and the source of those of collectives."""
     cost_of = first_of(inputs.compute)
     comm = CommCosts(inputs.curves, inputs.network, inputs.num_ranks)
+    factors = inputs.factors
+
+    def host_s(op: Operation) -> float:
+        return inputs.host_s(op) * factors.get(Part.HOST, 1.0)
 
     @cache
     def compute(op: ComputeOp) -> OpCost:
         cost = cost_of(op)
         if cost is not None:
-            return replace(cost, host_s=inputs.host_s(op))
+            times = {
+                work: time_s * factors.get(part_of(work), 1.0)
+                for work, time_s in cost.time_s.items()
+            }
+            return replace(cost, time_s=times, host_s=host_s(op))
         source = Source.RULE if op.is_wait else Source.UNKNOWN
         return OpCost(time_s={}, num_kernels=0.0, source=source)
 
@@ -183,14 +212,15 @@ def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
         own_s = known_time(op) if is_of_file else None
         time_s = comm(op, group) if own_s is None else own_s
         fixed_s = min(time_s, comm.latency_s(op, group))
-        return fixed_s + (time_s - fixed_s) / inputs.link
+        part = Part.BETWEEN_HOSTS if comm.joins_hosts(group) else Part.IN_HOST
+        return (fixed_s + (time_s - fixed_s) / inputs.link) * factors.get(part, 1.0)
 
     costs = Costs(
         compute=compute,
         comm=comm_s,
-        gap_s=inputs.gap_s,
+        gap_s=inputs.gap_s * factors.get(Part.GAPS, 1.0),
         gap=Idle.HOST if inputs.is_host else Idle.LAUNCH_GAP,
-        host_comm_s=inputs.host_s,
+        host_comm_s=host_s,
         compute_slowdown=inputs.compute_slowdown,
         comm_slowdown=inputs.comm_slowdown or 1.0,
     )
