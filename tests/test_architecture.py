@@ -31,7 +31,7 @@ MAX_FUNCTION = 60
 # frameworks: narrow products 395, PyTorch's rule, adapters and offload 390, Megatron-LM's
 # overlaps and layouts 600, memory of any job 450, links inside hosts and uneven groups 125;
 # 1,400 for clusters by data sheet: times of kernels 215, the host 155, kernels that Megatron-LM
-# launches beside products and fused attention 270, anchors and intervals 460, tables of layouts.
+# launches beside products and fused attention 270, anchors and intervals 460, tables of jobs.
 MAX_STATEMENTS = 60_100
 
 # Names that say nothing of what a file holds.
