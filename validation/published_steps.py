@@ -4,21 +4,24 @@
     python validation/published_steps.py steps     error of step times by source and device
     python validation/published_steps.py playbook  order of the playbook's layouts by group
     python validation/published_steps.py memory    memory of the playbook and of llm-foundry
-    python validation/published_steps.py           all, five minutes on a core
+    python validation/published_steps.py anchors   the same errors with ten anchors of a group
+    python validation/published_steps.py           all, fifteen minutes on a core
 
 llm-foundry's losses are fused, which has the memory of a compiled head.
 
 Files are those of validation/data, or those of --steps, --layouts and --playbook with the same
-columns. -v prints every row that has a published time. Nothing is fitted to what is scored.
+columns. -v prints every row that has a published time. Nothing is fitted to what is scored:
+of `anchors` the rows are those that are left when ten are drawn.
 """
 
 import argparse
 import math
+import random
 import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import correlation, mean, median
@@ -37,6 +40,10 @@ from published_jobs import (  # noqa: E402
 
 from stepmark.ground.errors import ConfigError  # noqa: E402
 from stepmark.model.device import find_device_by_alias  # noqa: E402
+from stepmark.predictions import sheet_errors  # noqa: E402
+from stepmark.predictions.factors import Anchored  # noqa: E402
+from stepmark.predictions.inputs import Inputs  # noqa: E402
+from stepmark.predictions.measured_steps import Anchor, fit_anchors  # noqa: E402
 from stepmark.predictions.predict import predict  # noqa: E402
 from stepmark.predictions.predict_inputs import inputs_of  # noqa: E402
 from stepmark.predictions.predict_options import PredictOptions  # noqa: E402
@@ -57,6 +64,8 @@ NAMES = {
 }
 IN_BF16 = "said in bf16 only: "
 ROOMY_GIB = 72.0  # of the 79.6 GiB of an H100: 90 %
+NUM_ANCHORS = 10
+FEWEST_SCORED = 5  # rows of a group that are left when its anchors are drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +74,27 @@ class Outcome:
 
     step_s: float
     flops: float | None
+    traits: sheet_errors.Traits
 
 
 @cache
 def outcome_of(job: PublishedJob, host: str | None = None) -> Outcome:
     """Predict a job once on a host of this name. Raises ConfigError."""
+    prediction = predict(inputs_of_job(job, host))
+    traits = sheet_errors.traits_of(prediction)
+    return Outcome(step_s=prediction.step_s, flops=_flops(prediction), traits=traits)
+
+
+def inputs_of_job(job: PublishedJob, host: str | None = None) -> Inputs:
+    """Return the inputs of a job's prediction. Raises ConfigError."""
     workload = RULES[job.framework].workload(job.job, job.settings)
-    prediction = predict(inputs_of(PredictOptions(device=job.device, host=host), workload))
-    return Outcome(step_s=prediction.step_s, flops=_flops(prediction))
+    return inputs_of(PredictOptions(device=job.device, host=host), workload)
 
 
 @cache
 def inputs_are_known(job: PublishedJob) -> bool:
     """Return True where a job has a workload and a network. Raises ConfigError."""
-    workload = RULES[job.framework].workload(job.job, job.settings)
-    inputs_of(PredictOptions(device=job.device), workload)
+    inputs_of_job(job)
     return True
 
 
@@ -264,6 +279,96 @@ def print_playbook(rows: Sequence[Scored]) -> None:
     print(f"median Spearman {median(values):.3f}, roomy {median(roomy_values):.3f}")
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredAnchored:
+    """A row that is predicted by the factors of its group's anchors."""
+
+    published_s: float
+    step_s: float
+    low_s: float
+    high_s: float
+
+    @property
+    def error(self) -> float:
+        return self.step_s / self.published_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        return self.low_s <= self.published_s <= self.high_s
+
+    @property
+    def half_width(self) -> float:
+        return (self.high_s - self.low_s) / (self.high_s + self.low_s)
+
+
+def print_anchors(rows: Iterable[Scored], host: str | None) -> None:
+    """Print errors of the rows of each group that are left when its anchors are drawn.
+
+    The playbook's groups are a model on as many nodes, those of others a source and a GPU.
+    """
+    print(f"{'group':37} rows median -> median  half width  inside  factors")
+    groups = grouped((each for each in rows if each.outcome), _anchor_group)
+    medians = list[float]()
+    correlations = list[float]()
+    scored = list[ScoredAnchored]()
+    for name, own in sorted(groups.items()):
+        if len(own) < NUM_ANCHORS + FEWEST_SCORED:
+            print(f"{name:37} {len(own):4} too few rows")
+            continue
+        before = median(abs(each.error) for each in own)
+        anchored, others = with_anchors(name, own, host)
+        medians.append(median(abs(each.error) for each in others))
+        scored += others
+        factors = " ".join(f"{factor:.2f}" for factor in anchored.factors.values())
+        print(
+            f"{name:37} {len(others):4} {before:6.1%} -> {medians[-1]:6.1%} {_inside(others)}  "
+            f"{factors or 'none'}"
+        )
+        if own[0].row["source"] == "nanotron":
+            correlations.append(spearman((each.step_s, each.published_s) for each in others))
+    print(f"mean of medians {mean(medians):.1%}; all rows {_inside(scored)}")
+    if correlations:
+        print(f"Spearman in groups of the playbook: median {median(correlations):.3f}")
+
+
+def _anchor_group(row: Row) -> str:
+    if row["source"] == "nanotron":
+        return f"nanotron {row['model']} on {row['nodes']:>2} nodes"
+    return f"{row['source']} {row['gpu_type']}"
+
+
+def _inside(others: Sequence[ScoredAnchored]) -> str:
+    """Return the median half width of intervals, and the share of rows inside theirs."""
+    width = median(each.half_width for each in others)
+    return f"{width:10.1%}  {mean(each.is_inside for each in others):6.1%}"
+
+
+def with_anchors(
+    name: str, rows: Sequence[Scored], host: str | None = None
+) -> tuple[Anchored, list[ScoredAnchored]]:
+    """Return the factors of anchors that are drawn from rows, and the others' predictions."""
+    drawn = random.Random(name).sample(range(len(rows)), NUM_ANCHORS)
+    anchored = fit_anchors(
+        [
+            Anchor(name, inputs_of_job(job_of(rows[index].row), host), rows[index].published_s)
+            for index in drawn
+        ],
+        lambda inputs: predict(inputs).step,
+    )
+    others = []
+    for index, each in enumerate(rows):
+        if index not in drawn:
+            inputs = replace(inputs_of_job(job_of(each.row), host), factors=anchored.factors)
+            step_s = predict(inputs).step_s
+            interval = anchored.interval(step_s)
+            assert interval.low_s is not None
+            assert interval.high_s is not None
+            others.append(
+                ScoredAnchored(each.published_s, step_s, interval.low_s, interval.high_s)
+            )
+    return anchored, others
+
+
 def print_memory(rows: Sequence[Row]) -> None:
     """Print errors of memory, and which layouts are called out of memory."""
     for name in ("llm-foundry", "nanotron"):  # others do not say how losses are computed
@@ -325,20 +430,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("score", nargs="?", choices=("said", "steps", "playbook", "memory"))
+    scores = ("said", "steps", "playbook", "memory", "anchors")
+    parser.add_argument("score", nargs="?", choices=scores)
     for name, file in NAMES.items():
         parser.add_argument(f"--{name}", type=Path, default=file, metavar="CSV")
     parser.add_argument("--host", help="of stepmark predict: slow, typical or fast [typical]")
     parser.add_argument("-v", action="store_true", dest="is_verbose", help="print every row")
     options = parser.parse_args(argv)
-    wanted = [options.score] if options.score else ["said", "steps", "playbook", "memory"]
+    wanted = [options.score] if options.score else [*scores]
     steps: list[Scored] = []
     playbook: list[Scored] = []
     if "said" in wanted:
         print_said([*read_rows(options.layouts), *read_rows(options.steps)])
-    if "steps" in wanted:
+    if "steps" in wanted or "anchors" in wanted:
         steps = [score(row, options.host) for row in read_rows(options.steps)]
-    if "playbook" in wanted or "steps" in wanted:
+    if {"playbook", "steps", "anchors"} & {*wanted}:
         rows = map(playbook_row, read_rows(options.playbook))
         playbook = [score(row, options.host) for row in rows]
     if "steps" in wanted:
@@ -348,6 +454,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "memory" in wanted:
         rows = [*read_rows(options.steps), *map(playbook_row, read_rows(options.playbook))]
         print_memory(rows)
+    if "anchors" in wanted:
+        ran = [each for each in playbook if each.row["ran"] == "1"]
+        print_anchors([*steps, *ran], options.host)
     if options.is_verbose:
         print_rows([*steps, *(each for each in playbook if each.row["ran"] == "1")])
 

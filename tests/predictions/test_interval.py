@@ -1,11 +1,34 @@
 """Laws of conformal intervals."""
 
+import json
+import math
 import random
+import sys
+from importlib import resources
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from stepmark.predictions.interval import COVERAGE, PastPrediction, interval
+sys.path.append(str(Path(__file__).parents[2] / "validation"))
+import published_jobs
+import published_steps
 
+from stepmark.cli.main import status
+from stepmark.predictions.interval import COVERAGE, PastPrediction, interval, signed_interval
+from stepmark.predictions.sheet_errors import (
+    FEWEST,
+    TABLE,
+    SheetError,
+    Traits,
+    errors_like,
+    interval_by,
+    read_errors,
+)
+
+ROOT = Path(__file__).parents[2]
+STEPS = published_jobs.read_rows("published-steps.csv")
 STRATUM = ("device", "fsdp", "compiled")
 
 
@@ -27,7 +50,7 @@ def test_nine_rows_give_the_largest_error() -> None:
     made = interval(past([0.01] * 8 + [0.05]), STRATUM, 0.4)
     assert made.high_s == pytest.approx(0.4 * 1.05)
     assert made.low_s == pytest.approx(0.4 / 1.05)
-    assert str(made) == "90% interval 381.0 to 420.0 ms"
+    assert str(made) == "90 % interval 381.0 to 420.0 ms"
 
 
 def test_rows_of_other_strata_do_not_count() -> None:
@@ -45,3 +68,112 @@ def test_coverage_of_exchangeable_rows() -> None:
         assert made.high_s is not None
         covered += made.low_s <= 1 + new <= made.high_s
     assert covered / 2000 >= COVERAGE - 0.02
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(-2, 2), min_size=9, max_size=60), st.floats(0.001, 100))
+def test_signed_interval_has_all_but_a_twentieth_on_each_side(
+    errors: list[float], predicted_s: float
+) -> None:
+    made = signed_interval(errors, predicted_s, "rows")
+    assert made.low_s is not None
+    assert made.high_s is not None
+    below = sum(predicted_s * math.exp(error) < made.low_s * (1 - 1e-9) for error in errors)
+    above = sum(predicted_s * math.exp(error) > made.high_s * (1 + 1e-9) for error in errors)
+    assert below + above <= (len(errors) + 1) * (1 - COVERAGE)
+    if len(errors) >= 19:
+        assert max(below, above) <= (len(errors) + 1) * (1 - COVERAGE) / 2
+
+
+def test_errors_of_one_sign_have_an_interval_on_one_side() -> None:
+    made = signed_interval([math.log(1.1 + index / 100) for index in range(21)], 1.0, "rows")
+    assert (made.low_s, made.high_s) == (pytest.approx(1.1), pytest.approx(1.3))
+
+
+def test_signed_interval_of_few_rows_has_equal_sides() -> None:
+    made = signed_interval([0.1] * 9, 1.0, "rows")
+    assert made.low_s == pytest.approx(math.exp(-0.1))
+    assert made.high_s == pytest.approx(math.exp(0.1))
+    assert str(signed_interval([0.1] * 8, 1.0, "rows")) == "no interval: 8 rows, 9 needed"
+
+
+def sheet_errors(count: int, log_ratio: float, *traits: str, source: str) -> list[SheetError]:
+    return [SheetError(source, "h100-sxm", traits, log_ratio)] * count
+
+
+def test_a_small_class_is_part_of_a_larger_one() -> None:
+    traits = ("computation", "one host", "pytorch")
+    small = sheet_errors(FEWEST - 1, 0.1, "computation", "one host", "megatron", source="a")
+    large = sheet_errors(FEWEST, 0.2, *traits, source="b")
+    rows = small + large
+    rows += sheet_errors(FEWEST - 1, 0.3, "communication", "one host", "pytorch", source="b")
+    assert errors_like(rows, traits) == (large, traits)
+    assert errors_like(rows, (*traits[:2], "megatron")) == (small + large, traits[:2])
+    assert errors_like(rows, ("communication", *traits[1:])) == (rows, ())
+
+
+def test_sources_count_alike() -> None:
+    """Of two sources one has nine tenths of the steps, and is not all of the interval."""
+    traits = ("computation", "one host", "pytorch")
+    rows = sheet_errors(90, 0.5, *traits, source="a") + sheet_errors(
+        10, 0.1, *traits, source="b"
+    )
+    rows[-1:] = sheet_errors(1, -0.2, *traits, source="b")
+    made = interval_by(rows, 1.0)
+    assert made.num_rows == 100
+    assert (made.low_s, made.high_s) == (
+        pytest.approx(math.exp(-0.2)),
+        pytest.approx(math.exp(0.5)),
+    )
+    more = interval_by([*rows, *sheet_errors(10, 0.1, *traits, source="b")], 1.0)
+    assert more.low_s == pytest.approx(math.exp(0.1))
+
+
+def test_errors_of_published_steps_are_those_of_todays_predictions() -> None:
+    """The table is written again when predictions change: validation/sheet_errors.py write."""
+    errors: dict[tuple[str, str, Traits], list[float]] = {}
+    for each in read_errors():
+        errors.setdefault((each.source, each.device, each.traits), []).append(each.log_ratio)
+    sources = ("MT-NLG-2022", "llm-foundry")
+    rows = [next(row for row in STEPS if row["source"] == source) for source in sources]
+    for row in rows:
+        scored = published_steps.score(row)
+        assert scored.outcome
+        device = published_jobs.job_of(row).device
+        ratio = math.log(scored.published_s / scored.outcome.step_s)
+        assert f"{ratio:.3f}" in {
+            f"{own:.3f}" for own in errors[row["source"], device, scored.outcome.traits]
+        }
+    assert resources.files("stepmark").joinpath("data", TABLE).stat().st_size < 40_000
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("h100-sxm", "the interval is by the errors of"),
+        ("b200", "no published step is of a device like b200: the interval is by the errors"),
+    ],
+)
+def test_predictions_by_data_sheet_have_an_interval(
+    device: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = tmp_path / "answer.json"
+    words = ["--nproc", "8", "--mbs", "2", "--num-layers", "2", "--device", device]
+    assert status(["predict", "llama-3.1-8b", *words, "--json", str(answer)]) == 0
+    document = json.loads(answer.read_text())
+    interval = document["interval"]
+    assert interval["low_s"] < interval["high_s"]
+    assert interval["num_rows"] >= FEWEST
+    low, high = 1e3 * interval["low_s"], 1e3 * interval["high_s"]
+    printed = capsys.readouterr().out
+    first = printed.splitlines()[0]
+    assert first.endswith(f" ms, 90 % interval {low:.1f} to {high:.1f} ms")
+    assert expected in printed
+
+
+def test_measured_parts_have_no_interval_by_data_sheet(tmp_path: Path) -> None:
+    answer = tmp_path / "answer.json"
+    run = ROOT / "results" / "h100-run"
+    words = ["--from-run", str(run), "--json", str(answer)]
+    assert status(["predict", *words]) == 0
+    assert json.loads(answer.read_text())["interval"] is None

@@ -11,6 +11,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective
 from stepmark.model.nccl_tuner import latency_us
 from stepmark.model.network import Network, Placement
+from stepmark.model.systems import IN_HOST
 from stepmark.step.workload import CommOp, Group
 from stepmark.timeline.step_cost import Source
 
@@ -69,6 +70,12 @@ class CommCosts:
         if self._network is None:
             return latency_us(name, group.size, 1) * 1e-6
         return self._network.fixed_s(name, self._placement(group))
+
+    def joins_hosts(self, group: Group) -> bool:
+        """Return whether the ranks of a group are on several hosts or NVLink domains."""
+        if self._network is None:
+            return group.reach >= IN_HOST
+        return self._network.num_hosts(self._placement(group)) > 1
 
     def _is_of(self, curve: Curve, group: Group, *, is_pair: bool) -> bool:
         """Return whether the curve was measured by ranks placed as those of the group."""

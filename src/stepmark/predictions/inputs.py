@@ -15,6 +15,7 @@ from stepmark.model.device import DeviceSpec, load_devices
 from stepmark.model.network import Network
 from stepmark.model.ops import Attention, Bmm, Gemm, GroupedGemm
 from stepmark.predictions.costs import CostOf, first_of
+from stepmark.predictions.factors import Factors
 from stepmark.predictions.predict_options import show_what_if
 from stepmark.step.roofline import roofline_time
 from stepmark.step.workload import ComputeOp, Operation, Workload
@@ -44,8 +45,8 @@ class Inputs:
     as in Costs; is_host: computation runs on it; memory: cases of few layers with their
     allocated and reserved bytes; memory_bytes: of the device; step: the calibrated step and
     its measured seconds. link: factor on the bandwidth of messages; what_if: how the device was
-    changed. network: links between ranks; None where they are not known. notes: on the choice
-    of all this.
+    changed. factors: on costs, fitted to anchors. network: links between ranks; None where they
+    are not known. notes: on the choice of all this.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Inputs:
     curves: tuple[Curve, ...] = ()
     network: Network | None = None
     link: float = 1.0
+    factors: Factors = field(default_factory=dict)
     what_if: str = ""
     power: PowerModel | None = None
     memory: tuple[tuple[TrainCase, int, int], ...] = ()

@@ -1,16 +1,21 @@
-"""Intervals of predictions, from past predictions that were committed before the measurement.
+"""Intervals of predictions, from errors of other predictions whose steps were measured.
 
 Split conformal prediction (Vovk et al., Algorithmic Learning in a Random World, 2005): of n
-past errors in the same stratum the ceil((n + 1) * 0.9)-th smallest bounds the next one with
-a probability of at least 0.9, if rows are exchangeable. Fewer than nine rows have no such one.
+errors of predictions like it the ceil((n + 1) * 0.9)-th smallest bounds the next one with a
+probability of at least 0.9, if rows are exchangeable. Fewer than nine rows have no such one.
+Predictions that are mostly too short have an interval with 0.05 on each side by the same rule
+on signed errors, which takes 19 rows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, compress
 from math import ceil, exp, log
 
 COVERAGE = 0.9
 _FEWEST = 9  # rows that give an interval of this coverage
+_FEWEST_SIGNED = 19  # that give one of half the rest on each side
+_ROUNDING = 1e-9  # of sums of weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,31 +29,82 @@ class PastPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Range in which the step is with a probability of COVERAGE; None: too few rows."""
+    """Range in which the step is with a probability of COVERAGE; None: too few rows.
+
+    basis: which predictions the errors are of.
+    """
 
     low_s: float | None
     high_s: float | None
     num_rows: int
+    basis: str
+
+    @property
+    def is_known(self) -> bool:
+        return self.low_s is not None
 
     def __str__(self) -> str:
         if self.low_s is None or self.high_s is None:
-            return f"no interval: {self.num_rows} past predictions like it, {_FEWEST} needed"
+            return f"no interval: {self.num_rows} {self.basis}, {_FEWEST} needed"
         low = self.low_s * 1e3
         high = self.high_s * 1e3
-        return f"{COVERAGE:.0%} interval {low:.1f} to {high:.1f} ms"
+        return f"{100 * COVERAGE:.0f} % interval {low:.1f} to {high:.1f} ms"
 
 
 def interval(
     past: Iterable[PastPrediction], stratum: tuple[str, str, str], predicted_s: float
 ) -> Interval:
     """Return the interval of a prediction from past ones of its stratum."""
-    errors = sorted(
-        abs(log(row.measured_s / row.predicted_s)) for row in past if row.stratum == stratum
-    )
-    place = ceil((len(errors) + 1) * COVERAGE)
-    if place > len(errors):
-        return Interval(low_s=None, high_s=None, num_rows=len(errors))
-    factor = exp(errors[place - 1])
+    errors = [log(row.measured_s / row.predicted_s) for row in past if row.stratum == stratum]
+    return _around(predicted_s, _equal_sides(errors), len(errors))
+
+
+def signed_interval(
+    errors: Sequence[float], predicted_s: float, basis: str, weights: Sequence[float] = ()
+) -> Interval:
+    """Return the interval from errors whose signs matter, or their sizes where they are few.
+
+    errors: logarithms of measured over predicted seconds. weights: their shares, which add up
+    to 1; equal ones if left out.
+    """
+    count = len(errors)
+    if count < _FEWEST_SIGNED:
+        return _around(predicted_s, _equal_sides(errors), count, basis)
+    weights = weights or [1 / count] * count
+    level = (1 + COVERAGE) / 2 * (count + 1) / count
+    high = _bound(zip(errors, weights, strict=True), level)
+    low = -_bound(((-own, weight) for own, weight in zip(errors, weights, strict=True)), level)
+    return _around(predicted_s, (low, high), count, basis)
+
+
+def _bound(weighted: Iterable[tuple[float, float]], level: float) -> float:
+    """Return the least error that has this share of the weights at or below it."""
+    ordered = sorted(weighted)
+    shares = accumulate(weight for _, weight in ordered)
+    enough = (share >= level - _ROUNDING for share in shares)
+    return next(compress((error for error, _ in ordered), enough), ordered[-1][0])
+
+
+def _equal_sides(errors: Sequence[float]) -> tuple[float, float] | None:
+    rank = ceil((len(errors) + 1) * COVERAGE)
+    if rank > len(errors):
+        return None
+    size = sorted(map(abs, errors))[rank - 1]
+    return -size, size
+
+
+def _around(
+    predicted_s: float,
+    sides: tuple[float, float] | None,
+    num_rows: int,
+    basis: str = "past predictions like it",
+) -> Interval:
+    if sides is None:
+        return Interval(low_s=None, high_s=None, num_rows=num_rows, basis=basis)
+    low, high = sides
     return Interval(
-        low_s=predicted_s / factor, high_s=predicted_s * factor, num_rows=len(errors)
+        low_s=predicted_s * exp(low),
+        high_s=predicted_s * exp(high),
+        num_rows=num_rows,
+        basis=basis,
     )

@@ -11,12 +11,15 @@ from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.ops import Phase
 from stepmark.model.systems import IN_HOST
-from stepmark.predictions import framework_job, prediction_text
+from stepmark.predictions import framework_job, prediction_text, sheet_errors
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
+from stepmark.predictions.factors import Anchored, Part, part_of
 from stepmark.predictions.framework_job import FrameworkJob, Generate, generated
 from stepmark.predictions.inputs import Inputs, changed
+from stepmark.predictions.interval import Interval
 from stepmark.predictions.measured_step import CLOSE, HOST, Figure, MeasuredStep, factor_for
+from stepmark.predictions.measured_steps import fit_anchors, read_anchors
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import FACTORS, PredictOptions, show_what_if
 from stepmark.predictions.prediction import Prediction
@@ -54,7 +57,7 @@ def of_job(
         return predicted(job, workload)
     with Waiting("generating the workload"):
         workload = framework_job.workload_of(job, make)
-    return predicted(framework_job.basis_of(job), workload)
+    return predicted(framework_job.basis_of(job), workload, job)
 
 
 def _delivered(options: Job, prediction: Prediction) -> int:
@@ -72,13 +75,18 @@ def _delivered(options: Job, prediction: Prediction) -> int:
     return 0
 
 
-def predicted(options: PredictOptions, workload: Workload | None = None) -> Prediction:
-    """Return what the options ask for. workload: the step, if no option names it.
+def predicted(
+    options: PredictOptions, workload: Workload | None = None, job: FrameworkJob | None = None
+) -> Prediction:
+    """Return what the options ask for. workload: the step, if no option names it; job: its.
 
     Raises ConfigError.
     """
     with Waiting("reading the parts of the step"):
         inputs = inputs_of(options, workload)
+    anchored = _anchored(job or options) if options.anchor else None
+    if anchored:
+        inputs = replace(inputs, factors=anchored.factors)
     changes = dict(options.what_if or ())
     if changes and options.measured:
         allowed = "left out with --measured, which is of the device as it is"
@@ -86,12 +94,18 @@ def predicted(options: PredictOptions, workload: Workload | None = None) -> Pred
     training = _training_run(options, inputs)
     with Waiting(f"predicting a step of {inputs.name}"):
         prediction = predict(changed(inputs, changes))
+    interval, interval_notes = sheet_errors.interval_of(prediction, anchored)
+    measured = None
+    if options.measured:
+        measured = _measured(options.measured, inputs, prediction, interval)
     more = (*calibration_notes(inputs), *_effects(inputs, changes, prediction))
     return replace(
         prediction,
-        notes=(*prediction.notes, *more),
+        interval=interval,
+        anchored=anchored,
+        notes=(*prediction.notes, *interval_notes, *more),
         run=training,
-        measured=_measured(options.measured, inputs, prediction) if options.measured else None,
+        measured=measured,
     )
 
 
@@ -104,7 +118,9 @@ def _training_run(options: PredictOptions, inputs: Inputs) -> TrainingRun | None
     return run
 
 
-def _measured(figure: Figure, inputs: Inputs, prediction: Prediction) -> MeasuredStep:
+def _measured(
+    figure: Figure, inputs: Inputs, prediction: Prediction, interval: Interval | None
+) -> MeasuredStep:
     """Return the step of --measured, and what explains its gap. Raises ConfigError."""
     measured_s = figure.step_s(inputs.tokens, inputs.num_ranks)
     is_close = abs(measured_s - prediction.step_s) <= CLOSE * measured_s
@@ -114,7 +130,18 @@ def _measured(figure: Figure, inputs: Inputs, prediction: Prediction) -> Measure
         factors = {
             name: factor_for(partial(_step_s, inputs, name), measured_s) for name in names
         }
-    return MeasuredStep(step_s=measured_s, predicted_s=prediction.step_s, factors=factors)
+    return MeasuredStep(
+        step_s=measured_s,
+        predicted_s=prediction.step_s,
+        factors=factors,
+        interval_s=_bounds(interval),
+    )
+
+
+def _bounds(interval: Interval | None) -> tuple[float, float] | None:
+    if interval is None or interval.low_s is None or interval.high_s is None:
+        return None
+    return interval.low_s, interval.high_s
 
 
 def _step_s(inputs: Inputs, name: str, factor: float) -> float:
@@ -126,6 +153,14 @@ def _step_s(inputs: Inputs, name: str, factor: float) -> float:
         return inputs.host_s(op) / factor
 
     return predict(replace(inputs, host_s=host_s)).step_s
+
+
+def _anchored(options: PredictOptions | FrameworkJob) -> Anchored:
+    """Return the factors by the anchors that the options name. Raises ConfigError."""
+    with Waiting("reading anchors"):
+        steps = read_anchors(options)
+    with Waiting(f"fitting factors to {len(steps)} measured steps"):
+        return fit_anchors(steps, lambda own: predict(own).step, options.anchor or "")
 
 
 def predict(inputs: Inputs) -> Prediction:
@@ -222,12 +257,20 @@ def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
     """Return all costs, and the source of those of collectives."""
     cost_of = first_of(inputs.compute)
     comm = CommCosts(inputs.curves, inputs.network, inputs.num_ranks)
+    factors = inputs.factors
+
+    def host_s(op: Operation) -> float:
+        return inputs.host_s(op) * factors.get(Part.HOST, 1.0)
 
     @cache
     def compute(op: ComputeOp) -> OpCost:
         cost = cost_of(op)
         if cost is not None:
-            return replace(cost, host_s=inputs.host_s(op))
+            times = {
+                work: time_s * factors.get(part_of(work), 1.0)
+                for work, time_s in cost.time_s.items()
+            }
+            return replace(cost, time_s=times, host_s=host_s(op))
         source = Source.RULE if op.is_wait else Source.UNKNOWN
         return OpCost(time_s={}, num_kernels=0.0, source=source)
 
@@ -236,14 +279,15 @@ def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
         own_s = known_time(op) if is_of_file else None
         time_s = comm(op, group) if own_s is None else own_s
         fixed_s = min(time_s, comm.latency_s(op, group))
-        return fixed_s + (time_s - fixed_s) / inputs.link
+        part = Part.BETWEEN_HOSTS if comm.joins_hosts(group) else Part.IN_HOST
+        return (fixed_s + (time_s - fixed_s) / inputs.link) * factors.get(part, 1.0)
 
     costs = Costs(
         compute=compute,
         comm=comm_s,
-        gap_s=inputs.gap_s,
+        gap_s=inputs.gap_s * factors.get(Part.GAPS, 1.0),
         gap=Idle.HOST if inputs.is_host else Idle.LAUNCH_GAP,
-        host_comm_s=inputs.host_s,
+        host_comm_s=host_s,
         compute_slowdown=inputs.compute_slowdown,
         comm_slowdown=inputs.comm_slowdown or 1.0,
     )

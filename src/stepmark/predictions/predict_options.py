@@ -74,6 +74,11 @@ class Basis:
         rare=True,
     )
     curve: str | None = flag("measured times of collectives: a run or nccl-tests files")
+    anchor: str | None = flag(
+        "fit factors to measured steps: a run, or a CSV of options and step times",
+        metavar="RUN|CSV",
+        rare=True,
+    )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR", rare=True)
     gbs: int | None = flag(
         "sequences per optimizer step [mbs x data ranks x grad-accum]",

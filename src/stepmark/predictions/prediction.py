@@ -8,7 +8,9 @@ from typing import Any
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.train_words import techniques
 from stepmark.ground.units import TFLOP
+from stepmark.predictions.factors import Anchored
 from stepmark.predictions.inputs import Inputs
+from stepmark.predictions.interval import Interval
 from stepmark.predictions.measured_step import MeasuredStep
 from stepmark.predictions.simulation import SteadyStep
 from stepmark.predictions.step import Clock
@@ -22,6 +24,7 @@ from stepmark.timeline.step_cost import Source
 from stepmark.training import remedies
 
 HOST = "the host"
+EXPOSED = "exposed communication"
 _CLOSE_MEMORY = (  # docs/prediction.md
     "memory may run out, and torch's allocator then frees its cache in every step: "
     "one such step took 2.4 times its predicted time"
@@ -52,8 +55,9 @@ class Prediction:
 
     clock: and power; None where none was measured. sources, comm_sources: seconds of compute by
     origin, and that of messages by collective. unknown: as of Total. spans_hosts: ranks of
-    several hosts communicate by the costs of one. notes: how far it is to be trusted. run,
-    measured: what --tokens and --measured ask for.
+    several hosts communicate by the costs of one. interval: None where no errors of
+    predictions like it are known. anchored: of anchors. notes: how far it is to be trusted.
+    run, measured: what --tokens and --measured ask for.
     """
 
     inputs: Inputs
@@ -63,6 +67,8 @@ class Prediction:
     comm_sources: Mapping[str, Source] = field(default_factory=dict)
     unknown: Mapping[str, bool] = field(default_factory=dict)
     spans_hosts: bool = False
+    interval: Interval | None = None
+    anchored: Anchored | None = None
     notes: tuple[str, ...] = ()
     run: TrainingRun | None = None
     measured: MeasuredStep | None = None
@@ -168,6 +174,14 @@ class Prediction:
         is_close = self.estimated_memory and self.estimated_memory.verdict == memory.CLOSE
         return (*self.notes, _CLOSE_MEMORY) if is_close else self.notes
 
+    def _bounds(self) -> dict[str, Any]:
+        """Return how far the step may be from its prediction, as plain data."""
+        return {
+            "is_lower_bound": self.is_lower_bound,
+            "interval": self.interval and asdict(self.interval),
+            "anchors": self.anchored and self.anchored.document(),
+        }
+
     def document(self) -> dict[str, Any]:
         """Return everything as plain data. Times are of one optimizer step."""
         return {
@@ -223,7 +237,7 @@ class Prediction:
             "calibration": inputs.calibration if case else "",
             "memory": self.estimated_memory and asdict(self.estimated_memory),
             "step_s": step_s,
-            "is_lower_bound": self.is_lower_bound,
+            **self._bounds(),
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_gpu": tokens_per_s and tokens_per_s / num_ranks,
             "mfu_pct": flops and peak and rate(flops.causal, peak, 100),
@@ -261,7 +275,7 @@ def shares_pct(ledger: Ledger) -> dict[str, float]:
     waiting_ns = ledger.within.get(WAITING, 0)
     causes = {
         "computation": ledger.total(Group.COMPUTE) + ledger.total(Group.OVERLAPPED),
-        "exposed communication": ledger.total(Group.COMM) - waiting_ns,
+        EXPOSED: ledger.total(Group.COMM) - waiting_ns,
         "the pipeline bubble": waiting_ns + ledger.lines.get((Group.IDLE, Idle.RANK), 0),
         HOST: ledger.lines.get((Group.IDLE, Idle.HOST), 0),
         "launch gaps": ledger.lines.get((Group.IDLE, Idle.LAUNCH_GAP), 0),

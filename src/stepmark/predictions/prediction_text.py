@@ -6,6 +6,7 @@ from typing import Any
 
 from stepmark.ground.units import format_bytes
 from stepmark.predictions import measured_step
+from stepmark.predictions.interval import Interval
 from stepmark.predictions.prediction import HOST
 from stepmark.predictions.training_run import run_text
 from stepmark.tables.columns import BYTES, MS, NO_HEADING, PERCENT, given
@@ -33,6 +34,8 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"  network: {document['network']}"
     if memory:
         yield f"  memory: {memory}"
+    if document["anchors"]:
+        yield from anchor_lines(document["anchors"])
     if training:
         yield f"  training: {training}"
     if measured:
@@ -60,6 +63,19 @@ def step_text(document: Mapping[str, Any]) -> str:
     words += [f"mbs {document['mbs']}"] if document["mbs"] else []
     words += [f"seq {document['seq_len']}", document["techniques"]]
     return ", ".join(filter(None, words))
+
+
+def anchor_lines(anchored: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was fitted to measured steps, and how far it is off for others."""
+    factors: Mapping[str, float] = anchored["factors"]
+    names = [f"{part} {factor:.3g}" for part, factor in factors.items()]
+    if len(set(factors.values())) == 1:
+        names = [f"{next(iter(factors.values())):.3g}"]
+    yield f"  factors on costs: {', '.join(names) or 'none'} ({anchored['model']})"
+    error = f"{anchored['error_pct']:.1f} %"
+    left_out = f"{anchored['left_out_error_pct']:.1f} % by factors of the other steps"
+    source = f"{len(anchored['rows'])} steps of {anchored['source']}"
+    yield f"  anchors: {source}, median error {error}, {left_out}"
 
 
 _STAGE = given("stage")
@@ -103,7 +119,10 @@ def ledger_lines(document: Mapping[str, Any]) -> Iterator[str]:
 def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the results with their titles, those that are known."""
     least, most = ("at least ", "at most ") if document["is_lower_bound"] else ("", "")
-    yield "predicted step", f"{least}{document['step_s'] * 1e3:.2f} ms"
+    interval = document["interval"]
+    around = Interval(**interval) if interval else None
+    step = f"{least}{document['step_s'] * 1e3:.2f} ms"
+    yield "predicted step", f"{step}, {around}" if around and around.is_known else step
     if document["tokens_per_s"]:
         yield "throughput", f"{most}{document['tokens_per_s']:,.0f} tokens/s"
     if document["mfu_pct"] is not None:

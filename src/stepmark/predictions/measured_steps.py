@@ -1,0 +1,245 @@
+"""Anchors: measured steps to which factors on the costs of predictions are fitted.
+
+They are rows of a CSV file, or the training steps of a run. The columns of the file are options
+of `stepmark predict`, so that a row is a prediction with these options changed, and one of
+MEASURED: the time of an optimizer step (14.7s, 812ms, or seconds), tokens per second and GPU,
+or MFU in percent as predictions have it.
+"""
+
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from stepmark.cases.record import Measured
+from stepmark.cases.train_words import name_of
+from stepmark.ground.errors import ConfigError, nearest
+from stepmark.ground.options import Option, build, options, plain
+from stepmark.ground.read_text import read_text
+from stepmark.ground.units import parse_duration
+from stepmark.predictions import anchor_fit, framework_job
+from stepmark.predictions.anchor_fit import AnchorStep
+from stepmark.predictions.factors import Anchored, AnchorRow, Part
+from stepmark.predictions.framework_job import FrameworkJob
+from stepmark.predictions.inputs import Inputs, no_host
+from stepmark.predictions.predict_inputs import inputs_of, of_training
+from stepmark.predictions.predict_options import PredictOptions
+from stepmark.predictions.simulation import SteadyStep
+from stepmark.store.reader import find_run, read_info, read_records
+from stepmark.store.view import median_s
+from stepmark.workloads.rules import find_rule
+
+MEASURED = ("step", "tokens_per_s_gpu", "mfu")
+MOST_ANCHORS = 50
+_NOT_OF_ROWS = (
+    "anchor",
+    "runs",
+    "from_run",
+    "what_if",
+    "force",
+    "json",
+    "csv",
+    "timeline",
+    "html",
+)
+_SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_NUDGE = 0.01  # of a factor, for the part of the critical path that is in proportion to it
+_ROUNDS = 2  # of predictions with factors, after which these are fitted anew
+
+StepOf = Callable[[Inputs], SteadyStep]
+AnyOptions = PredictOptions | FrameworkJob
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A measured step, and the inputs of its prediction."""
+
+    name: str
+    inputs: Inputs
+    measured_s: float
+
+
+def fit_anchors(measured: Sequence[Anchor], step_of: StepOf, source: str = "") -> Anchored:
+    """Return factors fitted to anchors. step_of: simulates a step."""
+    before = [_anchor_step(anchor, step_of) for anchor in measured]
+    steps = before
+    model = anchor_fit.choose(steps)
+    for _ in range(_ROUNDS):
+        factors = anchor_fit.fitted(model, steps)
+        steps = [
+            step.scaled(factors, step_of(replace(anchor.inputs, factors=factors)).step_s)
+            for anchor, step in zip(measured, steps, strict=True)
+        ]
+    times_s = zip(before, anchor_fit.left_out_s(model, steps), strict=True)
+    return Anchored(
+        source=source,
+        model=model.name,
+        factors=anchor_fit.fitted(model, steps),
+        rows=tuple(
+            AnchorRow(
+                name=anchor.name,
+                measured_s=anchor.measured_s,
+                predicted_s=step.time_s({}),
+                left_out_s=left_out_s,
+            )
+            for anchor, (step, left_out_s) in zip(measured, times_s, strict=True)
+        ),
+    )
+
+
+def _anchor_step(anchor: Anchor, step_of: StepOf) -> AnchorStep:
+    """Return what the predicted time of an anchor is made of.
+
+    The critical path of the device has of each part what a nudge of its factor adds.
+    """
+    inputs = anchor.inputs
+    predicted = step_of(inputs)
+    ahead = replace(inputs, host_s=no_host)
+    host_s = max(predicted.host_s(lane) for lane in predicted.lanes)
+    device_s = step_of(ahead).step_s if host_s else predicted.step_s
+    parts_s: dict[Part, float] = {}
+    for part in Part:
+        if part not in (Part.HOST, Part.GAPS):
+            nudged = replace(ahead, factors={part: 1 + _NUDGE})
+            parts_s[part] = max(0.0, step_of(nudged).step_s - device_s) / _NUDGE
+    parts_s[Part.GAPS] = max(0.0, device_s - sum(parts_s.values()))
+    step = AnchorStep(measured_s=anchor.measured_s, parts_s=parts_s, host_s=host_s)
+    return step.scaled({}, predicted.step_s)
+
+
+def read_anchors(options: AnyOptions) -> list[Anchor]:
+    """Return the anchors that the options name. Raises ConfigError."""
+    assert options.anchor
+    path = Path(options.anchor)
+    measured = [*(_of_file(options, path) if path.is_file() else _of_run(options))]
+    if not 1 <= len(measured) <= MOST_ANCHORS:
+        allowed = f"1 to {MOST_ANCHORS} measured steps, not {len(measured)}"
+        raise ConfigError("anchor", options.anchor, allowed)
+    return measured
+
+
+def _of_run(options: AnyOptions) -> Iterator[Anchor]:
+    """Yield the training steps of a run, each the mean of its launches."""
+    try:
+        path = find_run(options.runs, options.anchor or "")
+    except ConfigError as error:
+        raise ConfigError("anchor", error.value, f"a CSV file or {error.allowed}") from None
+    records: dict[str, list[Measured]] = {}
+    for record in read_records(path):
+        if isinstance(record, Measured) and record.training and not record.train.labels:
+            records.setdefault(record.case.case_id, []).append(record)
+    if not records:
+        raise ConfigError("anchor", options.anchor, "a run that measured a training step")
+    device = read_info(path).environment.devices[0].name
+    basis = options if isinstance(options, PredictOptions) else framework_job.basis_of(options)
+    calibration = find_run(options.runs, options.calibration) if options.calibration else None
+    for own in records.values():
+        case = own[0].train
+        yield Anchor(
+            name=name_of(case),
+            inputs=of_training(case, calibration, device, options=basis),
+            measured_s=fmean(median_s(record) * case.cycle for record in own),
+        )
+
+
+def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
+    """Yield the rows of a CSV file. Raises ConfigError with the line of a row."""
+    reader = csv.DictReader(read_text(path).splitlines())
+    given = plain(options)
+    for name in _NOT_OF_ROWS:
+        given.pop(name, None)
+    for row in reader:
+        line = f"line {reader.line_num}"
+        try:
+            if None in row or None in row.values():
+                raise ConfigError("its cells", len(row), f"as many as columns: {len(row) - 1}")
+            cells = {_name(key): value.strip() for key, value in row.items() if value.strip()}
+            inputs = _inputs(given, cells)
+            yield Anchor(name=line, inputs=inputs, measured_s=_measured_s(inputs, cells))
+        except ConfigError as error:
+            field = f"{path.name}: {line}: {error.field}"
+            raise ConfigError(field, error.value, error.allowed) from None
+
+
+def _name(column: str) -> str:
+    return column.strip().lstrip("-").replace("-", "_")
+
+
+def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> Inputs:
+    """Return the inputs of a row: the command's options, changed by its cells."""
+    framework = cells.get("framework") or given.get("framework")
+    cls: type[AnyOptions] = PredictOptions
+    if framework:
+        cls = framework_job.options_class(find_rule(framework))
+    by_column = _options_of(cls)
+    changed = dict(given)
+    for column, text in cells.items():
+        if column in MEASURED:
+            continue
+        if column not in by_column:
+            near = nearest(column, [*MEASURED, *by_column])
+            rule = f"did you mean {near[0]}? It must be " if near else ""
+            rule += f"an option of this command, or one of {', '.join(MEASURED)}"
+            raise ConfigError("column", column, rule)
+        option = by_column[column]
+        value = _switch(column, text) if option.is_switch else text
+        changed[option.name] = [value] if option.is_list else value
+    if "model" in cells:
+        changed |= {"models": [cells["model"]], "model": None, "model_size": None}
+    for name in changed.keys() - {option.name for option in options(cls)}:
+        raise ConfigError(name, changed[name], f"left out with --framework {framework}")
+    row = build(cls, changed)
+    if isinstance(row, FrameworkJob):
+        return inputs_of(framework_job.basis_of(row), framework_job.workload_of(row))
+    return inputs_of(row)
+
+
+def _options_of(cls: type[AnyOptions]) -> dict[str, Option]:
+    """Return the options that a column may name, by their names and spellings."""
+    allowed = [option for option in options(cls) if option.name not in _NOT_OF_ROWS]
+    return {
+        _name(word): option
+        for option in allowed
+        for word in (option.name, *option.words)
+        if not word.startswith("--no-")
+    }
+
+
+def _switch(column: str, text: str) -> bool:
+    if text.lower() not in _SWITCH:
+        raise ConfigError(column, text, f"one of {', '.join(_SWITCH)}")
+    return _SWITCH[text.lower()]
+
+
+def _measured_s(inputs: Inputs, cells: Mapping[str, str]) -> float:
+    """Return the seconds of an optimizer step that a row states."""
+    names = [name for name in MEASURED if name in cells]
+    if len(names) != 1:
+        allowed = f"exactly one of {', '.join(MEASURED)}"
+        raise ConfigError("the measured time", ", ".join(names) or None, allowed)
+    (name,) = names
+    if name == "step":
+        return parse_duration(cells[name], name)
+    value = _positive(name, cells[name].removesuffix("%") if name == "mfu" else cells[name])
+    if inputs.tokens is None:
+        raise ConfigError(name, cells[name], "step: the tokens of this step are not known")
+    tokens = inputs.tokens / inputs.num_ranks
+    if name == "tokens_per_s_gpu":
+        return tokens / value
+    flops = inputs.token_flops
+    peak = inputs.peak_flops_per_s
+    if flops is None or peak is None or value > 100:
+        raise ConfigError(name, cells[name], "a percentage of a device whose peak is known")
+    return tokens * flops.causal / (peak * value / 100)
+
+
+def _positive(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(name, text, "a number above 0")
+    return value

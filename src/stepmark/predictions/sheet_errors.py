@@ -1,0 +1,121 @@
+"""Intervals of predictions by data sheet, from the errors of published steps like them.
+
+The errors are in data/sheet_errors.csv, which validation/sheet_errors.py writes. Steps are
+alike in what bounds them, in whether they are on several hosts, and in their framework; a class
+of fewer than FEWEST steps is part of a larger one, which leaves out the last of these. Each
+source counts as much as another, since steps of one source err alike.
+"""
+
+import csv
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from stepmark.model.device import DeviceSpec, load_devices
+from stepmark.predictions.factors import Anchored
+from stepmark.predictions.interval import Interval, signed_interval
+from stepmark.predictions.prediction import EXPOSED, HOST, Prediction, shares_pct
+from stepmark.timeline.step_cost import Source
+from stepmark.workloads.rules import RULES
+
+FEWEST = 30
+TABLE = "sheet_errors.csv"
+Traits = tuple[str, ...]  # the bound, the hosts, the framework
+
+
+@dataclass(frozen=True, slots=True)
+class SheetError:
+    """Error of a published step. log_ratio: of measured over predicted seconds."""
+
+    source: str
+    device: str
+    traits: Traits
+    log_ratio: float
+
+
+@cache
+def read_errors() -> tuple[SheetError, ...]:
+    """Return the errors of published steps."""
+    with files("stepmark").joinpath("data", TABLE).open(encoding="utf-8") as file:
+        return tuple(
+            SheetError(
+                source=row["source"],
+                device=row["device"],
+                traits=(row["bound"], row["hosts"], row["framework"]),
+                log_ratio=float(log_ratio),
+            )
+            for row in csv.DictReader(file)
+            for log_ratio in row["log_ratios"].split()
+        )
+
+
+def traits_of(prediction: Prediction) -> Traits:
+    """Return what a prediction has in common with others of its class."""
+    step = prediction.step
+    shares = shares_pct(step.ledgers[step.slowest])
+    bound = "computation"
+    if step.is_host_bound:
+        bound = HOST
+    elif shares.get(EXPOSED, 0.0) > shares.get(bound, 0.0):
+        bound = "communication"
+    network = prediction.inputs.network
+    per_host = network.gpus_per_host if network else prediction.inputs.num_ranks
+    hosts = "several hosts" if prediction.inputs.num_ranks > per_host else "one host"
+    name = prediction.inputs.workload.rules
+    framework = RULES[name].module.partition(".")[0] if name in RULES else name
+    return bound, hosts, framework
+
+
+def errors_like(
+    errors: Sequence[SheetError], traits: Traits
+) -> tuple[Sequence[SheetError], Traits]:
+    """Return the errors of the smallest class that is large enough, and what it shares."""
+    for length in range(len(traits), 0, -1):
+        shared = traits[:length]
+        own = [each for each in errors if each.traits[:length] == shared]
+        if len(own) >= FEWEST:
+            return own, shared
+    return errors, ()
+
+
+def interval_by(errors: Sequence[SheetError], predicted_s: float) -> Interval:
+    """Return the interval by errors of published steps, with equal weights of sources."""
+    counts = Counter(each.source for each in errors)
+    logs = [each.log_ratio for each in errors]
+    weights = [1 / (counts[each.source] * len(counts)) for each in errors]
+    return signed_interval(logs, predicted_s, "published steps", weights)
+
+
+def interval_of(
+    prediction: Prediction, anchored: Anchored | None
+) -> tuple[Interval | None, list[str]]:
+    """Return the interval of a prediction by anchors or by data sheet, and notes on it."""
+    if anchored:
+        interval = anchored.interval(prediction.step_s)
+        return interval, [] if interval.is_known else [str(interval)]
+    inputs = prediction.inputs
+    is_on_gpu = inputs.case is None or inputs.case.device == "cuda"
+    is_by_sheet = set(prediction.sources) <= {Source.SHEET, Source.RULE}
+    if not (inputs.device and is_on_gpu and is_by_sheet) or prediction.is_lower_bound:
+        return None, []
+    errors = read_errors()
+    if _is_of_family(inputs.device, errors):
+        own, shared = errors_like(errors, traits_of(prediction))
+        note = f"the interval is by the errors of {len(own)} published steps"
+        note += f" of its class: {', '.join(shared)}" if shared else ""
+    else:
+        own = errors
+        note = f"no published step is of a device like {inputs.device.key}"
+        note += f": the interval is by the errors of all {len(own)} on others"
+    return interval_by(own, prediction.step_s), [note]
+
+
+def _is_of_family(device: DeviceSpec, errors: Sequence[SheetError]) -> bool:
+    """Return whether errors are known of a device with the same units."""
+    devices = load_devices()
+    families = {
+        (devices[own].vendor, devices[own].capability) for own in {e.device for e in errors}
+    }
+    return (device.vendor, device.capability) in families

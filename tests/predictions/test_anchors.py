@@ -1,0 +1,232 @@
+"""Factors fitted to measured steps: laws of the fit, rows of a file, steps of a run."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepmark.cli.main import status
+from stepmark.ground.options import build
+from stepmark.predictions import anchor_fit
+from stepmark.predictions.anchor_fit import AnchorStep
+from stepmark.predictions.factors import Part
+from stepmark.predictions.inputs import Inputs
+from stepmark.predictions.measured_steps import MEASURED, Anchor, fit_anchors
+from stepmark.predictions.predict import predict
+from stepmark.predictions.predict_inputs import inputs_of
+from stepmark.predictions.predict_options import PredictOptions
+
+ROOT = Path(__file__).parents[2]
+FACTORS = st.floats(0.5, 3)
+
+
+@st.composite
+def steps_with(draw: st.DrawFn) -> tuple[dict[Part, float], list[AnchorStep]]:
+    """Return factors, and steps that take as long as these say."""
+    factors = {part: draw(FACTORS) for part in Part}
+    steps = []
+    for _ in range(7):
+        parts_s = {part: draw(st.floats(0.01, 1)) for part in Part if part is not Part.HOST}
+        step = AnchorStep(measured_s=1.0, parts_s=parts_s)
+        steps.append(replace(step, measured_s=step.time_s(factors)))
+    return factors, steps
+
+
+def left_out_s(steps: list[AnchorStep]) -> list[float]:
+    return anchor_fit.left_out_s(anchor_fit.choose(steps), steps)
+
+
+@settings(max_examples=8, deadline=None)
+@given(steps_with())
+def test_factors_of_other_steps_predict_a_step(
+    drawn: tuple[dict[Part, float], list[AnchorStep]],
+) -> None:
+    """Steps without noise: leaving one out is better than no factor, and nearly exact."""
+    _, steps = drawn
+    logs = [abs(math.log(step.measured_s / step.time_s({}))) for step in steps]
+    left_out = zip(steps, left_out_s(steps), strict=True)
+    own = [abs(math.log(step.measured_s / time_s)) for step, time_s in left_out]
+    assert sum(own) <= sum(logs) + 1e-9
+    assert sum(own) / len(own) < 0.12
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps_with(), st.floats(0.5, 3))
+def test_equal_errors_have_one_factor(
+    drawn: tuple[dict[Part, float], list[AnchorStep]], factor: float
+) -> None:
+    _, steps = drawn
+    scaled = [
+        replace(step, measured_s=step.time_s(dict.fromkeys(Part, factor))) for step in steps
+    ]
+    factors = anchor_fit.fitted(anchor_fit.choose(scaled), scaled)
+    for step in scaled:
+        assert step.time_s(factors) == pytest.approx(step.measured_s, rel=0.02)
+
+
+def test_noise_has_no_factor() -> None:
+    """Errors on both sides say nothing of any cost."""
+    step = AnchorStep(measured_s=1.0, parts_s={Part.PRODUCTS: 1.0})
+    steps = [replace(step, measured_s=math.exp(log)) for log in (-0.2, 0.2) * 5]
+    model = anchor_fit.choose(steps)
+    assert anchor_fit.fitted(model, steps) == {}
+    assert left_out_s(steps) == [1.0] * 10
+
+
+def test_a_step_that_waits_for_its_host_has_a_factor_of_the_host() -> None:
+    """Steps with the host ahead by the prediction, and 4 times as late as measured."""
+    steps = []
+    for index in range(12):
+        step = AnchorStep(
+            measured_s=1.0,
+            parts_s={Part.PRODUCTS: 0.1 + 0.1 * index},
+            host_s=0.09 + 0.02 * (index % 3),
+        )
+        steps.append(replace(step, measured_s=step.time_s({Part.HOST: 4.0})))
+    factors = anchor_fit.fitted(anchor_fit.choose(steps), steps)
+    assert factors[Part.HOST] == pytest.approx(4.0, rel=0.1)
+    assert factors[Part.PRODUCTS] == pytest.approx(1.0, rel=0.1)
+
+
+def llama_inputs(**values: object) -> Inputs:
+    given: dict[str, object] = {
+        "models": ("llama-3.1-8b",),
+        "num_layers": "4",
+        "nproc": "16",
+        "strategy": "fsdp",
+        "device": "h100-sxm",
+    }
+    return inputs_of(build(PredictOptions, {**given, **values}))
+
+
+def test_factors_scale_costs_and_not_the_step() -> None:
+    """With all costs the step doubles; messages that computation hides stay hidden."""
+    inputs = llama_inputs(mbs="8")
+    before = predict(inputs)
+    doubled = predict(replace(inputs, factors=dict.fromkeys(Part, 2.0)))
+    assert doubled.step_s == pytest.approx(2 * before.step_s)
+    slower = predict(replace(inputs, factors={Part.BETWEEN_HOSTS: 2.0}))
+    assert slower.step.comm_s == pytest.approx(2 * before.step.comm_s)
+    assert slower.step_s < before.step_s + 0.5 * before.step.comm_s
+    same = predict(replace(inputs, factors={Part.IN_HOST: 2.0}))
+    assert same.step_s == before.step_s
+
+
+def test_fitted_factors_are_those_of_the_steps() -> None:
+    """Steps whose products take 1.5 times as long, at layouts that differ in their share."""
+    true = {Part.PRODUCTS: 1.5}
+    layouts = [{"mbs": mbs, "strategy": name} for mbs in "1248" for name in ("fsdp", "ddp")]
+    steps = [llama_inputs(**layout) for layout in layouts]
+    measured = [predict(replace(inputs, factors=true)).step_s for inputs in steps]
+    own = [Anchor("", *pair) for pair in zip(steps, measured, strict=True)]
+    anchored = fit_anchors(own, lambda inputs: predict(inputs).step, "steps")
+    assert anchored.error > 0.2
+    assert anchored.left_out_error < 0.03
+    assert anchored.factors[Part.PRODUCTS] == pytest.approx(1.5, rel=0.1)
+    for inputs, step_s in zip(steps, measured, strict=True):
+        again = predict(replace(inputs, factors=anchored.factors))
+        assert again.step_s == pytest.approx(step_s, rel=0.05)
+
+
+COMMAND = [
+    "predict",
+    "llama-3.1-8b",
+    "--num-layers",
+    "2",
+    "--device",
+    "h100-sxm",
+    "--nproc",
+    "16",
+]
+
+
+def predicted(tmp_path: Path, *words: str) -> dict[str, Any]:
+    answer = tmp_path / "answer.json"
+    assert status([*COMMAND, *words, "--json", str(answer)]) == 0
+    document: dict[str, Any] = json.loads(answer.read_text())
+    return document
+
+
+@pytest.mark.parametrize("measured", MEASURED)
+def test_rows_of_a_file_are_predictions(measured: str, tmp_path: Path) -> None:
+    """Steps 1.4 times as long as predicted, in each way to state them, have this factor."""
+    rows = [["strategy", "mbs", "seq-len", measured]]
+    for index in range(10):
+        layout = ["fsdp", str(1 + index % 5), "4096" if index < 5 else "2048"]
+        own = predicted(
+            tmp_path, "--strategy", *layout[:1], "--mbs", layout[1], "--seq-len", layout[2]
+        )
+        value = {
+            "step": f"{1.4e3 * own['step_s']}ms",
+            "tokens_per_s_gpu": str(own["tokens_per_s_gpu"] / 1.4),
+            "mfu": f"{own['mfu_pct'] / 1.4}%",
+        }[measured]
+        rows.append([*layout, value])
+    path = tmp_path / "measured.csv"
+    path.write_text("\n".join(map(",".join, rows)))
+    before = predicted(tmp_path, "--mbs", "2")
+    after = predicted(tmp_path, "--mbs", "2", "--anchor", str(path))
+    assert before["anchors"] is None
+    assert after["step_s"] == pytest.approx(1.4 * before["step_s"], rel=0.01)
+    assert after["anchors"]["error_pct"] == pytest.approx(100 - 100 / 1.4, rel=0.01)
+    assert after["anchors"]["left_out_error_pct"] < 1
+    assert after["anchors"]["factors"]["products"] == pytest.approx(1.4, rel=0.05)
+    interval = after["interval"]
+    assert interval["num_rows"] == 10
+    assert 0.97 * after["step_s"] < interval["low_s"] <= after["step_s"] <= interval["high_s"]
+
+
+def test_a_row_may_name_another_framework(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "measured.csv"
+    path.write_text(
+        "framework,tp,sequence-parallel,gbs,step\nmegatron,8,yes,16,1.2s\n,2,,32,1.5\n"
+    )
+    words = ["--framework", "megatron", "--gbs", "32", "--tp", "4"]
+    document = predicted(tmp_path, *words, "--anchor", str(path))
+    assert [row["name"] for row in document["anchors"]["rows"]] == ["line 2", "line 3"]
+    assert [row["measured_s"] for row in document["anchors"]["rows"]] == [1.2, 1.5]
+    assert document["interval"]["low_s"] is None
+    printed = capsys.readouterr().out
+    assert "factors on costs: " in printed
+    assert f"note: no interval: 2 anchors of {path}, 9 needed" in printed
+
+
+def test_steps_of_a_run_are_anchors(tmp_path: Path) -> None:
+    run = ROOT / "results" / "h100-x4-predictions-1"
+    document = predicted(tmp_path, "--anchor", str(run))
+    rows = document["anchors"]["rows"]
+    assert {row["name"].split()[0] for row in rows} >= {"gpt2-1.5b"}
+    assert all(0.3 < row["predicted_s"] / row["measured_s"] < 2 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tp,colour,step\n2,red,1s", "line 2: column colour is invalid: it must be an option"),
+        ("tp,recomputation,step\n2,full,1s", "line 2: column recomputation"),
+        ("tp,step\n1,1s\nx,1s", "line 3: tp x is invalid: it must be a whole number"),
+        ("mbs,step\n1,-1s", "line 2: step -1s is invalid"),
+        ("mbs\n1", "line 2: the measured time is missing: give exactly one of step,"),
+        ("mbs,step,mfu\n1,1s,40", "exactly one of step, tokens_per_s_gpu, mfu"),
+        ("mbs,mfu\n1,140", "line 2: mfu 140 is invalid"),
+        ("tp,step\n3,1s", "line 2: nproc 16 is invalid: it must be a multiple of --tp (3)"),
+        ("tp,step\n2,1s,3", "line 2: its cells: '3' is invalid"),
+        ("mbs,step", "1 to 50 measured steps, not 0"),
+        ("mbs,step\n" + "1,1s\n" * 51, "1 to 50 measured steps, not 51"),
+        ("json,step\nx.json,1s", "column json is invalid"),
+    ],
+)
+def test_rows_that_are_refused(
+    text: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "measured.csv"
+    path.write_text(text)
+    assert status([*COMMAND, "--anchor", str(path)]) == 2
+    assert expected in capsys.readouterr().err
