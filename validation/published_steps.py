@@ -41,9 +41,9 @@ from published_jobs import (  # noqa: E402
 from stepmark.ground.errors import ConfigError  # noqa: E402
 from stepmark.model.device import find_device_by_alias  # noqa: E402
 from stepmark.predictions import sheet_errors  # noqa: E402
+from stepmark.predictions.anchored_steps import Anchor, fit_anchors  # noqa: E402
 from stepmark.predictions.factors import Anchored  # noqa: E402
 from stepmark.predictions.inputs import Inputs  # noqa: E402
-from stepmark.predictions.measured_steps import Anchor, fit_anchors  # noqa: E402
 from stepmark.predictions.predict import predict  # noqa: E402
 from stepmark.predictions.predict_inputs import inputs_of  # noqa: E402
 from stepmark.predictions.predict_options import PredictOptions  # noqa: E402

@@ -14,9 +14,9 @@ from stepmark.cli.main import status
 from stepmark.ground.options import build
 from stepmark.predictions import anchor_fit
 from stepmark.predictions.anchor_fit import AnchorStep
+from stepmark.predictions.anchored_steps import MEASURED, Anchor, fit_anchors
 from stepmark.predictions.factors import Part
 from stepmark.predictions.inputs import Inputs
-from stepmark.predictions.measured_steps import MEASURED, Anchor, fit_anchors
 from stepmark.predictions.predict import predict
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import PredictOptions

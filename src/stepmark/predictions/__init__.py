@@ -7,7 +7,7 @@
 - calibration.py, calibrate.py: measured parts, and the verb that measures them.
 - hosts.py, host_times.py: the host's time for an operation, by data sheet and as measured.
 - costs.py, comm.py, contention.py: costs of operations and messages.
-- factors.py, measured_steps.py, anchor_fit.py: factors on costs, fitted to measured steps.
+- factors.py, anchored_steps.py, anchor_fit.py: factors on costs, fitted to measured steps.
 - step.py, power.py: a step in a fixed point with its clock.
 - interval.py, sheet_errors.py: its interval, by errors of other predictions.
 - simulation.py, program.py, works.py, step_events.py, free_steps.py: simulate the stages.

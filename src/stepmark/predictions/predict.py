@@ -12,6 +12,7 @@ from stepmark.measuring.delivery import write_files
 from stepmark.model.ops import Phase
 from stepmark.model.systems import IN_HOST
 from stepmark.predictions import framework_job, prediction_text, sheet_errors
+from stepmark.predictions.anchored_steps import fit_anchors, read_anchors
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
 from stepmark.predictions.factors import Anchored, Part, part_of
@@ -19,7 +20,6 @@ from stepmark.predictions.framework_job import FrameworkJob, Generate, generated
 from stepmark.predictions.inputs import Inputs, changed
 from stepmark.predictions.interval import Interval
 from stepmark.predictions.measured_step import CLOSE, HOST, Figure, MeasuredStep, factor_for
-from stepmark.predictions.measured_steps import fit_anchors, read_anchors
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import FACTORS, PredictOptions, show_what_if
 from stepmark.predictions.prediction import Prediction
