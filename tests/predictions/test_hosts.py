@@ -5,6 +5,7 @@ import itertools
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from stepmark.cli import main
 from stepmark.ground.options import build
 from stepmark.model.ops import Phase
+from stepmark.predictions import simulation
+from stepmark.predictions.framework_job import basis_of, options_class, workload_of
 from stepmark.predictions.hosts import DEFAULT, HostTimes, Launch, load_hosts, ratio
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.predict import predict
@@ -194,3 +197,37 @@ def test_a_run_has_the_host_of_a_step_on_another_device(run: Predict) -> None:
 
 def test_launches_have_names() -> None:
     assert [*Launch] == ["eager", "compiled", "graph"]
+
+
+@pytest.mark.parametrize(
+    ("framework", "words"),
+    [
+        ("megatron", {"tp": 2, "pp": 4, "nproc": 16, "gbs": 32}),
+        ("megatron", {"pp": 2, "nproc": 8, "gbs": 16, "overlap_grad_reduce": True}),
+        ("pytorch", {"nproc": 8, "gbs": 16}),
+        ("pytorch", {"nproc": 8, "tp": 2, "pp": 2, "gbs": 8, "untied": True}),
+    ],
+    ids=["tp x pp", "pp", "fsdp", "all"],
+)
+def test_steps_computed_at_once_are_those_of_events(
+    framework: str, words: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing slows anything, an item starts at the latest end or issue before it."""
+    cls = options_class(framework)
+    job = cls(
+        framework=framework,
+        models=("gpt2-125m",),
+        device="h100-sxm",
+        host="slow",
+        **words,
+    )
+    inputs = inputs_of(basis_of(job), workload_of(job))
+    at_once = predict(inputs).step
+    monkeypatch.setattr(simulation, "is_serial", lambda _programs: False)
+    by_events = predict(inputs).step
+    assert at_once.is_host_bound
+    assert at_once.step_s == pytest.approx(by_events.step_s, rel=1e-9)
+    for own, other in zip(at_once.ledgers, by_events.ledgers, strict=True):
+        assert own.lines.keys() == other.lines.keys()
+        for line, time_ns in own.lines.items():
+            assert time_ns == pytest.approx(other.lines[line], abs=0.002 * own.window_ns)

@@ -1,15 +1,15 @@
-"""Consecutive steps of all stages where nothing slows anything and hosts are ahead.
+"""Consecutive steps of all stages where nothing slows anything.
 
-Every start is then the latest of the ends before it, so that items are computed one by one in
-issue order instead of as events in time (step_events.py).
+Every start is then the latest of the ends before it and of its issue by the host, so that items
+are computed one by one in issue order instead of as events in time (step_events.py).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stepmark.predictions.program import Program
-from stepmark.predictions.step_events import Lane, Meetings, Step
+from stepmark.predictions.step_events import Lane, Meetings, Step, host_start
 from stepmark.predictions.works import Busy, Segment
 
 
@@ -38,10 +38,15 @@ _Side = tuple[_Parts, float]  # and its seconds
 
 
 class FreeSteps:
-    """Simulates steps as Simulator does. Compute may be merged with calls inside its stage."""
+    """Simulates steps as Simulator does.
 
-    def __init__(self, programs: Sequence[Program]) -> None:
-        self.lanes = [Lane(stage, program, False) for stage, program in enumerate(programs)]
+    Compute may be merged with calls inside its stage, if it waits for no host.
+    """
+
+    def __init__(self, programs: Sequence[Program], hosts: Collection[int] = ()) -> None:
+        self.lanes = [
+            Lane(stage, program, stage in hosts) for stage, program in enumerate(programs)
+        ]
         self._meetings = Meetings[_Side]()
 
     def run(self, num_steps: int) -> bool:
@@ -64,14 +69,12 @@ class FreeSteps:
     def record(self, number: int) -> None:
         """Record the computation of a step."""
         for lane in self.lanes:
-            step = lane.steps[number]
             works = lane.program.works
             lane.busy = [
-                Busy(number, item, work, *times, 0.0, total_s, slow=False)
+                Busy(number, item, own, begin, begin + own.total_s, 0.0, own.total_s, False)
                 for item in lane.program.queues[0]
-                if isinstance(work := works[item], Segment)
-                and (total_s := work.total_s)
-                and (times := (step.starts[item], step.ends[item]))
+                if isinstance(work := works[item], Segment) and work.total_s
+                for own, begin in _computed(lane, lane.steps[number], item, work)
             ]
 
     def _pass(self, lane: Lane) -> Iterator[int]:
@@ -83,7 +86,8 @@ class FreeSteps:
         size = len(program.works)
         starts = [math.nan] * size
         ends = [math.nan] * size
-        lane.steps.append(step := Step(number, 0.0, [], starts, ends, size))
+        host = host_start(lane) if lane.has_host else -math.inf
+        lane.steps.append(step := Step(number, host, [], starts, ends, size))
         earlier: dict[int, float] = {}
         if before:
             for dep, dependents in program.next_dependents.items():
@@ -97,7 +101,8 @@ class FreeSteps:
         ):
             own = last[stream]
             awaited = deps if own is None else [own, *deps]
-            earliest = max(begin, free[stream], earlier.get(item, 0.0))
+            issue = host + program.issues[item]
+            earliest = max(begin, free[stream], earlier.get(item, 0.0), issue)
             while math.isnan(start := _latest(earliest, awaited, ends)):
                 yield count
                 count = 0
@@ -105,6 +110,8 @@ class FreeSteps:
             last[stream] = item
             if isinstance(work, Segment):
                 ends[item] = start + work.total_s
+                if lane.has_host:
+                    ends[item] = max(ends[item], host + program.begins[item] + work.tail_s)
             else:
                 parts = _Parts(lane, step, item, len(work.parts))
                 for part, ordinal in zip(work.parts, program.ordinals[item], strict=True):
@@ -115,6 +122,21 @@ class FreeSteps:
         while any(map(math.isnan, ends)):
             yield count
             count = 0
+
+
+def _computed(
+    lane: Lane, step: Step, item: int, segment: Segment
+) -> Iterator[tuple[Segment, float]]:
+    """Yield a segment with its start: its operations, where one of them waits for the host."""
+    start = step.starts[item]
+    begin = step.host_start + lane.program.begins[item]
+    if not lane.has_host or begin + segment.lead_s <= start:
+        yield segment, start
+        return
+    for single, issue in zip(segment.singles, segment.issues, strict=True):
+        start = max(start, begin + issue)
+        yield single, start
+        start += single.total_s
 
 
 def _transfer(sides: Sequence[_Side]) -> None:

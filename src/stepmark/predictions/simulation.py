@@ -7,7 +7,7 @@ then adds as much as one more does.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -47,15 +47,14 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "S
         shorter = shortened(workload, kept) if kept < total else workload
         num_omitted = max(0, total - kept)
         programs = partial(_programs, shorter, costs, clock or {}, repeats=num_omitted > 0)
-        free = _steady(shorter, _ahead(costs, programs), num_omitted)
+        free = _steady(shorter, _simulator(costs, programs), num_omitted)
         if free:
             host_s = [free.host_s(lane) for lane in free.lanes]
             if max(host_s) <= free.step_s:
                 return free
             # Faster hosts are ahead of their device.
             slowest = [stage for stage, time in enumerate(host_s) if time >= max(host_s)]
-            slow = Simulator(programs(merges=False), costs.comm_slowdown, slowest)
-            bound = _steady(shorter, slow, num_omitted)
+            bound = _steady(shorter, _simulator(costs, programs, slowest), num_omitted)
             if bound and bound.follows_host():
                 return replace(bound, is_host_bound=True)
         kept *= 2
@@ -77,14 +76,16 @@ def _programs(
     return programs
 
 
-def _ahead(costs: Costs, programs: Callable[..., list[Program]]) -> Simulator | FreeSteps:
-    """Return a simulation with hosts that are ahead of their devices."""
+def _simulator(
+    costs: Costs, programs: Callable[..., list[Program]], hosts: Collection[int] = ()
+) -> Simulator | FreeSteps:
+    """Return a simulation. hosts: stages whose hosts are not ahead of their devices."""
     if costs.comm_slowdown == 1 and all(x == 1 for x in costs.compute_slowdown.values()):
-        merged = programs(merges=True)
-        free = FreeSteps(merged)
-        if is_serial(merged) and free.run(1):
+        compiled = programs(merges=not hosts)
+        free = FreeSteps(compiled, hosts)
+        if is_serial(compiled) and free.run(1):
             return free
-    return Simulator(programs(merges=False), costs.comm_slowdown)
+    return Simulator(programs(merges=False), costs.comm_slowdown, hosts)
 
 
 def _steady(

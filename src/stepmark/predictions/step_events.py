@@ -97,6 +97,13 @@ class Lane:
         return self.sent + [(transfer.start, math.inf) for transfer in self.transfers]
 
 
+def host_start(lane: Lane) -> float:
+    """Return when the host begins to issue the next step of a stage."""
+    number = len(lane.steps)
+    start = lane.steps[-1].host_start + lane.program.host_s if number else 0.0
+    return max(start, lane.ends[number - _AHEAD - 1]) if number > _AHEAD else start
+
+
 class _Side(NamedTuple):
     """One stage's part of a transfer."""
 
@@ -168,11 +175,7 @@ class Simulator:
         number = len(lane.steps)
         if number == MOST_STEPS:
             return
-        host = 0.0
-        if number:
-            host = lane.steps[-1].host_start + program.host_s
-        if number > _AHEAD:
-            host = max(host, lane.ends[number - _AHEAD - 1])
+        host = host_start(lane)
         size = len(program.works)
         waiting = [len(deps) for deps in program.deps]
         if number and lane.steps[-1].num_left:
