@@ -66,6 +66,10 @@ OTHERS_LIKE = "h200-sxm"
 TRAINED = {"b200": "b200", "gb200": "b200", "b300": "b200", "gb300": "b200"}
 LARGE_FLOPS = 1e11
 OWN_FLOPS = 5e9
+# Sources of entries, with the date of their commit or measurement.
+PUBLIC = "ai-dynamo/aiconfigurator 095f58a5, 2026-08-21"
+TRAINING = "MooreThreads/SimuMax 4dcaae51, 2026-05-11"
+OWN = "stepmark results/, 2026-11"
 LAUNCH_US = 10.0
 # Heads of 64 and 256 run at this device's ratio to heads of 128 where they were not measured.
 WIDTHS_LIKE = "h100-sxm"
@@ -146,6 +150,7 @@ class Products:
     shapes: Array  # m, n, k
     burst_us: Array
     sustained_us: Array  # nan: not sampled
+    spread: tuple[float, float]  # slowest over fastest collection: median, 90th percentile
 
     def ratio_at(self, shapes: Array) -> Array:
         """Return sustained over burst time near shapes."""
@@ -168,15 +173,31 @@ def public_products() -> dict[tuple[str, str], Products]:
             shapes=np.array([[float(row[x]) for x in "mnk"] for row in own]),
             burst_us=np.array([float(row["time_us"]) for row in own]),
             sustained_us=np.array([float(row["sustained_us"] or "nan") for row in own]),
+            spread=spread(own),
         )
         for key, own in rows.items()
     }
 
 
+def spread(rows: Iterable[Row]) -> tuple[float, float]:
+    """Return slowest over fastest collection of a shape: median and 90th percentile."""
+    ratios = [
+        float(row["max_us"]) / float(row["min_us"])
+        for row in rows
+        if int(row["n_collections"]) > 1
+    ]
+    return (float(np.median(ratios)), float(np.quantile(ratios, 0.9))) if ratios else (1.0, 1.0)
+
+
+def is_sampled(products: Products) -> bool:
+    """Return whether sustained times were measured themselves."""
+    return bool(np.isnan(products.sustained_us).mean() < 0.1)
+
+
 def sustained(key: tuple[str, str], public: Mapping[tuple[str, str], Products]) -> Array:
     """Return sustained times in microseconds, converted where they were measured in bursts."""
     own = public[key]
-    if np.isnan(own.sustained_us).mean() < 0.1:
+    if is_sampled(own):
         missing = np.isnan(own.sustained_us)
         return np.where(missing, own.burst_us, own.sustained_us)
     like = public[SUSTAINED_LIKE.get(key[0], OTHERS_LIKE), "bf16"]
@@ -429,9 +450,11 @@ HEAD = """\
 # by type and head width; causal FLOPs. kernels: attention's backward over its forward pass, and
 # FlashAttention-2's time over cuDNN's. grouped: products of experts over single ones. memory:
 # share of the memory bandwidth by operator, pass and style, on H100 and H200. elementwise:
-# plain elementwise kernels of other devices over those of Hopper.
+# plain elementwise kernels of other devices over those of Hopper. spread: slowest over fastest
+# public collection of a shape, median and 90th percentile.
 """
-# Plain kernels: our copies 0.886 to 0.897 of the bandwidth, AdamW 0.72 to 0.79 (median 0.73),
+# memory and grouped are our own, 2026-11, grouped on B200 SimuMax's. Plain kernels: our copies
+# 0.886 to 0.897 of the bandwidth, AdamW 0.72 to 0.79 (median 0.73),
 # casts to fp8 0.90; what several tensors' lists go through (norms, scale) as AdamW.
 PLAIN = """\
 [memory.copy]
@@ -452,6 +475,18 @@ gb300 = 0.84
 """
 
 
+def _origin(source: str, ratios: tuple[float, float], more: str = "") -> str:
+    """Return the source and the spread of an entry."""
+    shown = f"{source}{more}"
+    return f'source = "{shown}"\nspread = [{ratios[0]:.2f}, {ratios[1]:.2f}]\n'
+
+
+def _rate(key: tuple[str, str], public: Mapping[tuple[str, str], Products]) -> str:
+    if is_sampled(public[key]):
+        return ", power-sampled"
+    return f", bursts as sustained on {SUSTAINED_LIKE.get(key[0], OTHERS_LIKE)}"
+
+
 def document(public: Mapping[tuple[str, str], Products], own: Sequence[OwnTime]) -> str:
     """Return kernel_times.toml."""
     lines = [HEAD]
@@ -462,12 +497,14 @@ def document(public: Mapping[tuple[str, str], Products], own: Sequence[OwnTime])
             f"[products.{key[0]}.{key[1]}]\nlaunch_us = {launch:.3g}\n"
             f"tflops = {law.peak / inverse / 1e12:.5g}\nx_us = {x_us:.4g}\n"
             f"rest_us = {rest_us:.4g}\n"
+            f"{_origin(PUBLIC, public[key].spread, _rate(key, public))}"
         )
     for device, of_layouts in {**layouts(public), **own_layouts(public, own)}.items():
         values = "".join(
             f"{name} = {value:.3f}\n" for name, value in sorted(of_layouts.items())
         )
-        lines.append(f"[layouts.{device}]\n{values}")
+        source = TRAINING if device in TRAINED or device.startswith("a100") else OWN
+        lines.append(f'[layouts.{device}]\n{values}source = "{source}"\n')
     for device, kind in sorted({(d, "fp8" if k != "bf16" else k) for d, k in public}):
         by_width = defaultdict(list)
         for row in attention_rows(device, kind == "fp8"):
@@ -481,10 +518,14 @@ def document(public: Mapping[tuple[str, str], Products], own: Sequence[OwnTime])
             laws = with_other_widths(laws, kind)
         for width, values in sorted(laws.items()):
             shown = "".join(f"{name} = {value:.5g}\n" for name, value in values.items())
+            own_rows = by_width.get(str(width))
+            source = PUBLIC if own_rows else f"{PUBLIC}: 128 by the ratio of {WIDTHS_LIKE}"
+            shown += _origin(source, spread(own_rows or by_width["128"]))
             lines.append(f"[attention.{device}.{kind}.{width}]\n{shown}")
     for device, ratios in kernels(own).items():
         values = "".join(f"{name} = {value:.3f}\n" for name, value in ratios.items())
-        lines.append(f"[kernels.{device}]\n{values}")
+        source = OWN if device.startswith("h") else f"{TRAINING}; flash: {OWN}"
+        lines.append(f'[kernels.{device}]\n{values}source = "{source}"\n')
     level = grouped(public)
     shown = {"h100-sxm": level["h200-sxm"], "h200-sxm": level["h200-sxm"]}
     shown |= dict.fromkeys(TRAINED, level["b200"] / layouts(public)["b200"]["nt"])

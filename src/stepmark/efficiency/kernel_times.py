@@ -269,6 +269,7 @@ def _times_of(device: DeviceSpec) -> KernelTimes:
             memory=memory,
         )
     own = data["products"][like.key]
+    kernels = data["kernels"][like.key]
     peaks = _ratio(device.peak(DType.BF16), like.peak(DType.BF16))
     bandwidths = _ratio(device.hbm_bytes_per_s, like.hbm_bytes_per_s)
     return KernelTimes(
@@ -284,14 +285,20 @@ def _times_of(device: DeviceSpec) -> KernelTimes:
             )
             for kind, law in own.items()
         },
-        layouts={Layout(k): v for k, v in data["layouts"].get(like.key, {}).items()},
+        layouts={
+            Layout(name): ratio
+            for name, ratio in data["layouts"].get(like.key, {}).items()
+            if name != "source"
+        },
         grouped=data["grouped"].get(like.key, 1.0),
         attention={
             (kind, int(width)): AttentionLaw(
                 launch_s=law["launch_us"] * 1e-6,
                 flops_per_s=law["tflops"] * 1e12 * peaks,
                 element_s=law["element_us"] * 1e-12 / bandwidths,
-                **data["kernels"][like.key],
+                backward=kernels["backward"],
+                flash=kernels["flash"],
+                flash_backward=kernels["flash_backward"],
             )
             for kind, laws in data["attention"].get(like.key, {}).items()
             for width, law in laws.items()
