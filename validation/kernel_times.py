@@ -451,11 +451,11 @@ HEAD = """\
 # FlashAttention-2's time over cuDNN's. grouped: products of experts over single ones. memory:
 # share of the memory bandwidth by operator, pass and style, on H100 and H200. elementwise:
 # plain elementwise kernels of other devices over those of Hopper. spread: slowest over fastest
-# public collection of a shape, median and 90th percentile.
+# public collection of a shape, median and 90th percentile. memory and grouped are our own,
+# 2026-11; grouped of Blackwell is SimuMax's.
 """
-# memory and grouped are our own, 2026-11, grouped on B200 SimuMax's. Plain kernels: our copies
-# 0.886 to 0.897 of the bandwidth, AdamW 0.72 to 0.79 (median 0.73),
-# casts to fp8 0.90; what several tensors' lists go through (norms, scale) as AdamW.
+# Plain kernels: our copies 0.886 to 0.897 of the bandwidth, AdamW 0.72 to 0.79 (median 0.73),
+# casts to fp8 0.90; what goes through lists of tensors (norms, scale) as AdamW.
 PLAIN = """\
 [memory.copy]
 fwd = 0.89

@@ -230,3 +230,20 @@ def test_rows_that_are_refused(
     path.write_text(text)
     assert status([*COMMAND, "--anchor", str(path)]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_list_needs_a_column_of_the_anchors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a row would be another step in each combination; factors are fitted once."""
+    words = ["predict", "gpt2-125m", "--nproc", "8", "--device", "h100-sxm", "--mbs", "1,2"]
+    file, answer = tmp_path / "measured.csv", tmp_path / "rows.json"
+    file.write_text("nproc,step\n8,50ms\n")
+    assert status([*words, "--anchor", str(file)]) == 2
+    assert "a column mbs, since that is a list here" in capsys.readouterr().err
+    file.write_text("mbs,step\n1,60ms\n2,60ms\n")
+    assert status([*words, "--anchor", str(file), "--json", str(answer)]) == 0
+    alone = tmp_path / "alone.json"
+    assert status([*words[:-1], "2", "--anchor", str(file), "--json", str(alone)]) == 0
+    rows = {row["mbs"]: row["step_s"] for row in json.loads(answer.read_text())["rows"]}
+    assert rows[2] == json.loads(alone.read_text())["step_s"]

@@ -10,7 +10,7 @@ from stepmark.api.workload import Workload
 from stepmark.ground.option_grid import read_grid
 from stepmark.predictions import prediction as core
 from stepmark.predictions import prediction_grid, prediction_text
-from stepmark.predictions.predict import predicted
+from stepmark.predictions.predict import of_job
 from stepmark.predictions.predict_options import LISTED, PredictOptions
 from stepmark.predictions.prediction_grid import PredictionGrid
 from stepmark.tables.table import Table
@@ -100,4 +100,4 @@ def predict(
     grid = read_grid(PredictOptions, as_typed(PredictOptions, words, options), LISTED)
     if grid.axes:
         return Predictions(prediction_grid.predict_grid(grid, workload=workload))
-    return Prediction(predicted(grid.options, workload))
+    return Prediction(of_job(grid.options, workload))

@@ -7,7 +7,7 @@ or MFU in percent as predictions have it.
 """
 
 import csv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -118,6 +118,18 @@ def read_anchors(options: AnyOptions) -> list[Anchor]:
         allowed = f"1 to {MOST_ANCHORS} measured steps, not {len(measured)}"
         raise ConfigError("anchor", options.anchor, allowed)
     return measured
+
+
+def check_columns(anchor: str, varied: Iterable[Option]) -> None:
+    """Raise ConfigError for a file that leaves a varied option to the command."""
+    path = Path(anchor)
+    if not path.is_file():
+        return
+    columns = {*map(_name, next(csv.reader(read_text(path).splitlines()), []))}
+    for option in varied:
+        if not columns & {_name(word) for word in (option.name, *option.words)}:
+            allowed = f"a file with a column {option.name}, since that is a list here"
+            raise ConfigError("anchor", anchor, allowed)
 
 
 def _of_run(options: AnyOptions) -> Iterator[Anchor]:

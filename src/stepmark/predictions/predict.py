@@ -47,17 +47,23 @@ def run(job: Job) -> int:
 
 
 def of_job(
-    job: Job, workload: Workload | None = None, make: Generate = generated
+    job: Job,
+    workload: Workload | None = None,
+    make: Generate = generated,
+    anchored: Anchored | None = None,
 ) -> Prediction:
     """Return the prediction of a job, of a framework or not. Raises ConfigError.
 
     workload: the step, if no option names it. make: the workload of a framework's job.
+    anchored: factors by its anchors; None: they are fitted.
     """
+    if anchored is None and job.anchor:
+        anchored = anchored_by(job)
     if not isinstance(job, FrameworkJob):
-        return predicted(job, workload)
+        return _predicted(job, workload, anchored)
     with Waiting("generating the workload"):
         workload = framework_job.workload_of(job, make)
-    return predicted(framework_job.basis_of(job), workload, job)
+    return _predicted(framework_job.basis_of(job), workload, anchored)
 
 
 def _delivered(options: Job, prediction: Prediction) -> int:
@@ -75,16 +81,17 @@ def _delivered(options: Job, prediction: Prediction) -> int:
     return 0
 
 
-def predicted(
-    options: PredictOptions, workload: Workload | None = None, job: FrameworkJob | None = None
+def _predicted(
+    options: PredictOptions,
+    workload: Workload | None = None,
+    anchored: Anchored | None = None,
 ) -> Prediction:
-    """Return what the options ask for. workload: the step, if no option names it; job: its.
+    """Return what the options ask for. workload: the step, if no option names it.
 
     Raises ConfigError.
     """
     with Waiting("reading the parts of the step"):
         inputs = inputs_of(options, workload)
-    anchored = _anchored(job or options) if options.anchor else None
     if anchored:
         inputs = replace(inputs, factors=anchored.factors)
     changes = dict(options.what_if or ())
@@ -155,7 +162,7 @@ def _step_s(inputs: Inputs, name: str, factor: float) -> float:
     return predict(replace(inputs, host_s=host_s)).step_s
 
 
-def _anchored(options: PredictOptions | FrameworkJob) -> Anchored:
+def anchored_by(options: Job) -> Anchored:
     """Return the factors by the anchors that the options name. Raises ConfigError."""
     with Waiting("reading anchors"):
         steps = read_anchors(options)

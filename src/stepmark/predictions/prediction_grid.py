@@ -15,8 +15,9 @@ from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.device import find_device_by_alias, unknown_device
 from stepmark.model.systems import find_system
+from stepmark.predictions.anchored_steps import check_columns
 from stepmark.predictions.framework_job import generated
-from stepmark.predictions.predict import Job, of_job
+from stepmark.predictions.predict import Job, anchored_by, of_job
 from stepmark.predictions.prediction_text import limit
 from stepmark.predictions.training_run import show_tokens
 from stepmark.step.workload import Workload
@@ -158,10 +159,14 @@ def predict_grid(
     errors: list[ConfigError] = []
     notes = Counter[str]()
     make = lru_cache(maxsize=1)(generated)  # devices of one job come one after the other
+    anchored = None
+    if grid.options.anchor:
+        check_columns(grid.options.anchor, [axis.option for axis in grid.axes])
+        anchored = anchored_by(grid.options)
     with Waiting(f"predicting {len(grid)} combinations"):
         for place, job in grid.points():
             try:
-                prediction = of_job(job, workload, make)
+                prediction = of_job(job, workload, make, anchored)
             except ConfigError as error:
                 errors.append(error)
                 refused.append({**place, "reason": str(spell(error))})
@@ -200,9 +205,12 @@ _CHECKS: dict[str, Callable[[str], object]] = {"device": _check_device, "network
 def _row_of(document: Mapping[str, Any]) -> Row:
     """Return the row of a prediction. document: its figures."""
     memory = document["memory"] or {}
+    interval = document["interval"] or {}
     name = limit(document)
     return {
         **{name: document[name] for name in _FIGURES},
+        "interval_low_s": interval.get("low_s"),
+        "interval_high_s": interval.get("high_s"),
         "bound": _LIMITS.get(name, name),
         "allocated_bytes": memory.get("allocated_bytes"),
         "reserved_bytes": memory.get("reserved_bytes"),
