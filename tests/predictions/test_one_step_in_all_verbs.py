@@ -10,7 +10,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Recompute
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import find_model, load_models
-from stepmark.predictions.predict import predicted
+from stepmark.predictions.predict import of_job
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.runs import dry_run
 from stepmark.step.layout import Inputs, ShardLayout
@@ -133,8 +133,8 @@ def test_flops_and_messages_of_a_workload_are_those_of_train(layout: Layout) -> 
 @pytest.mark.parametrize("layout", LAYOUTS[:NUM_PREDICTED], ids=words)
 def test_the_step_is_predicted_alike_from_a_model_and_from_a_file(layout: Layout) -> None:
     options = PredictOptions(device="h200", nproc=str(layout["ranks"]), **train_words(layout))
-    of_model = predicted(options)
-    of_file = predicted(PredictOptions(device="h200"), generated_of(layout))
+    of_model = of_job(options)
+    of_file = of_job(PredictOptions(device="h200"), generated_of(layout))
     assert of_model.step_s == of_file.step_s
     figures = ("tokens", "tokens_per_s", "mfu_pct", "hfu_pct", "flops_per_token", "seq_len")
     of_model_document, of_file_document = of_model.document(), of_file.document()
