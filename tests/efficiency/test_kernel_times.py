@@ -204,6 +204,26 @@ def test_without_a_device_of_its_kind_products_have_a_share_of_the_peak() -> Non
     assert share == pytest.approx(0.45, rel=0.01)
 
 
+def test_a_device_with_fp16_alone_has_times() -> None:
+    """A V100: 125 TFLOP/s on tensor cores, 15.7 in fp32."""
+    v100 = replace(
+        DEVICES["mi300x"],
+        key="v100",
+        vendor="nvidia",
+        capability=(7, 0),
+        peak_flops_per_s={DType.FP16: 125e12, DType.FP32: 15.7e12},
+    )
+    times = kernel_times(v100)
+    half, single = (
+        times.time_of(Gemm(m=8192, n=8192, k=8192, dtype=dtype), Style.FUSED)
+        for dtype in (DType.FP16, DType.FP32)
+    )
+    assert half
+    assert single
+    assert half.time_s == pytest.approx(2 * 8192**3 / (0.45 * 125e12), rel=0.01)
+    assert single.time_s / half.time_s == pytest.approx(125 / 15.7, rel=0.01)
+
+
 def test_a_law_without_shapes_is_its_terms() -> None:
     law = ProductLaw(launch_s=1e-6, flops_per_s=1e15, x_s=1e-14, rest_s=1e-15)
     m, n, k = 512, 1024, 2048

@@ -191,15 +191,14 @@ class KernelTimes:
     def _law(self, dtype: DType, scaling: Scaling) -> ProductLaw | None:
         """Return the law of products of a type, at this device's own peak."""
         peak = self.device.peak(dtype)
-        bf16_peak = self.device.peak(DType.BF16)
-        if peak is None or bf16_peak is None:
+        if peak is None:
             return None
         if dtype in (DType.BF16, DType.FP16):
             return self.products[_BF16]
         kind = {DType.MXFP8: "blockwise", DType.NVFP4: "nvfp4"}.get(dtype)
         if kind is None and dtype.is_narrow:
             kind = _NARROW_KINDS[scaling]
-        return self._laws(kind, peak / bf16_peak)
+        return self._laws(kind, _ratio(peak, _peak_16_bits(self.device)))
 
     @cache  # noqa: B019  # one object for each device
     def _laws(self, kind: str | None, faster: float) -> ProductLaw:
@@ -220,9 +219,9 @@ class KernelTimes:
             return op.executed_flops / (share * peak)
         width = min(widths, key=lambda each: abs(each - op.head_dim_qk))
         time_s = self.attention[kind, width].seconds(op, is_flash=is_flash)
-        bf16_peak = self.device.peak(DType.BF16)
-        is_slower = kind == _BF16 and bf16_peak and op.dtype not in (DType.BF16, DType.FP16)
-        return time_s * bf16_peak / peak if is_slower and bf16_peak else time_s
+        if kind == _BF16 and op.dtype not in (DType.BF16, DType.FP16):
+            return time_s * _ratio(_peak_16_bits(self.device), peak)
+        return time_s
 
     def _memory_time(self, op: Op | Kernel, style: Style) -> KernelTime | None:
         bandwidth = self.device.hbm_bytes_per_s
@@ -256,7 +255,7 @@ def _times_of(device: DeviceSpec) -> KernelTimes:
     shares = dict(_shares(data["memory"]))
     memory: float = data["elementwise"].get(like.key if like else "", 1.0)
     if like is None:
-        peak = device.peak(DType.BF16) or next(iter(device.peak_flops_per_s.values()))
+        peak = _peak_16_bits(device) or max(device.peak_flops_per_s.values())
         flat = ProductLaw(launch_s=5e-6, flops_per_s=_SHARE * peak, x_s=0.0, rest_s=0.0)
         return KernelTimes(
             device=device,
@@ -270,7 +269,7 @@ def _times_of(device: DeviceSpec) -> KernelTimes:
         )
     own = data["products"][like.key]
     kernels = data["kernels"][like.key]
-    peaks = _ratio(device.peak(DType.BF16), like.peak(DType.BF16))
+    peaks = _ratio(_peak_16_bits(device), like.peak(DType.BF16))
     bandwidths = _ratio(device.hbm_bytes_per_s, like.hbm_bytes_per_s)
     return KernelTimes(
         device=device,
@@ -306,6 +305,10 @@ def _times_of(device: DeviceSpec) -> KernelTimes:
         shares=shares,
         memory=memory,
     )
+
+
+def _peak_16_bits(device: DeviceSpec) -> float | None:
+    return device.peak(DType.BF16) or device.peak(DType.FP16)
 
 
 def _ratio(own: float | None, other: float | None) -> float:
