@@ -149,11 +149,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
 # Settings that change no job, and why they are accepted.
 WITHOUT_EFFECT = {
     "allgather_bucket_size": "DeepSpeed 0.19.8 gathers all weights in one call; help says so",
-    "attention_backend": "of times by data sheet alone: predictions/test_costs.py",
-    "compile": "of times by data sheet and of memory: predictions/test_costs.py",
     "account_for_loss_in_pipeline_split": "a last stage has one layer less without it, too",
     "fp4_recipe": "there is one",
 }
+# Settings of PyTorch's rules that change times by data sheet: predictions/test_costs.py.
+OF_TIMES = ("attention_backend", "compile")
 # Options of any framework: the job, and a value of each.
 MEGATRON = {"framework": "megatron", "world_size": 8, "gbs": 32}
 OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {

@@ -140,11 +140,11 @@ def fill(workload: Workload, *sources: Source, partial: bool = False) -> Workloa
     """
     filled: dict[ComputeOp, ComputeOp] = {}
     used: set[str] = set()
-    shared = _several_shapes(workload)
+    timed = _in_sections(workload)
     for item in dict.fromkeys(computations(workload)):
         filled[item] = replace(item, time_s=None)
         for source in sources:
-            if (time_s := _time(source, item, shared)) is not None:
+            if (time_s := _time(source, item, timed)) is not None:
                 filled[item] = replace(item, time_s=time_s)
                 used.add(source.name)
                 break
@@ -215,17 +215,26 @@ def _seconds(value: str, text: str) -> float:
     return seconds
 
 
-def _several_shapes(workload: Workload) -> set[tuple[str, Phase]]:
-    """Return modules that compute several shapes; a section's time does not say which."""
-    first: dict[tuple[str, Phase], Op | Kernel] = {}
-    modules = set()
+def _in_sections(workload: Workload) -> set[tuple[str, Phase, Op | Kernel]]:
+    """Return what a section's time is of, by module and pass: one that computes one shape.
+
+    Kernels beside an operator of their module, such as the sum of its bias gradients, are left
+    out.
+    """
+    shapes: dict[tuple[str, Phase], set[Op | Kernel]] = {}
     for item in computations(workload):
-        if first.setdefault((item.module, item.phase), item.op) != item.op:
-            modules.add((item.module, item.phase))
-    return modules
+        shapes.setdefault((item.module, item.phase), set()).add(item.op)
+    timed = set()
+    for place, all_shapes in shapes.items():
+        own = {op for op in all_shapes if not isinstance(op, Kernel)} or all_shapes
+        if len(own) == 1:
+            timed.add((*place, *own))
+    return timed
 
 
-def _time(source: Source, item: ComputeOp, shared: set[tuple[str, Phase]]) -> float | None:
+def _time(
+    source: Source, item: ComputeOp, timed: set[tuple[str, Phase, Op | Kernel]]
+) -> float | None:
     match source:
         case Fixed():
             return source.time_s
@@ -234,7 +243,7 @@ def _time(source: Source, item: ComputeOp, shared: set[tuple[str, Phase]]) -> fl
         case Measured():
             return None if isinstance(item.op, Kernel) else source.times.get(item.op)
         case Profile():
-            if (item.module, item.phase) in shared:
+            if (item.module, item.phase, item.op) not in timed:
                 return None
             return _section(source, item.module, item.phase)
         case Own():
