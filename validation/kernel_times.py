@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [] if str(ROOT / "src") in sys.path else [str(ROOT / "src")]
 
 from stepmark.cases.case import OpCase, Rate  # noqa: E402
-from stepmark.efficiency.kernel_times import Style, kernel_times  # noqa: E402
+from stepmark.efficiency.kernel_times import AttentionKernel, Style, kernel_times  # noqa: E402
 from stepmark.efficiency.products import nearest  # noqa: E402
 from stepmark.ground.dtypes import DType  # noqa: E402
 from stepmark.model.device import find_device, load_devices  # noqa: E402
@@ -593,7 +593,9 @@ def of_own(own: Iterable[OwnTime]) -> Iterator[str]:
         if not is_kernel or (each.op.flops or 0) < 1e9 or each.op.dtype is not DType.BF16:
             continue
         times = kernel_times(load_devices()[each.device])
-        time = times.time_of(each.op, Style.FUSED, is_flash=each.backend == "flash")
+        is_flash = each.backend == AttentionKernel.FLASH
+        kernel = AttentionKernel.FLASH if is_flash else AttentionKernel.AUTO
+        time = times.time_of(each.op, Style.FUSED, kernel)
         assert time
         name = (
             each.op.layout if isinstance(each.op, Gemm) else f"{each.op.phase} {each.backend}"

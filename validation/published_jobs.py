@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.cases.training import CompileScope, Recompute
+from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import ModelConfig, MoeConfig, find_model
@@ -25,7 +26,6 @@ from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp8Format, Fp8Re
 from stepmark.workloads.rules.megatron.pipeline_layout import written
 from stepmark.workloads.rules.megatron.settings import AttentionBackend, Granularity
 from stepmark.workloads.rules.pytorch.schedules import Schedule
-from stepmark.workloads.rules.pytorch.settings import AttentionKernel
 
 DATA = Path(__file__).parent / "data"
 
@@ -350,15 +350,14 @@ def _fsdp(row: Row) -> dict[str, Any]:
     """Return the settings of PyTorch's rules. Composer reduces after every micro-batch.
 
     llm-foundry trains without dropout; its loss is flash-attn's fused one, its norms are in
-    bf16 (8c8dd48, scripts/train/README.md: fused_crossentropy; low_precision_layernorm), and
-    its attention is flash-attn 2's (scripts/train/benchmarking/sweep.py: attn_impl). torchtitan
-    compiles blocks where it says so.
+    bf16 (8c8dd48, scripts/train/README.md: fused_crossentropy; low_precision_layernorm).
+    torchtitan compiles blocks where it says so.
     """
     is_foundry = row.get("source", "") == "llm-foundry"
     is_compiled = "compile" in row.get("techniques", "")
     unfused = CompileScope.LAYERS if is_compiled else CompileScope.NONE
     settings: dict[str, Any] = {
-        "attention_backend": AttentionKernel.FLASH if is_foundry else AttentionKernel.AUTO,
+        "attention_backend": _foundry_attention(row) if is_foundry else AttentionKernel.AUTO,
         "compile": CompileScope.LOSS if is_foundry else unfused,
         "recompute": {"full": Recompute.FULL, "selective": Recompute.OPS}.get(
             row["recompute"], Recompute.NONE
@@ -369,6 +368,17 @@ def _fsdp(row: Row) -> dict[str, Any]:
     if "async TP" in row.get("techniques", ""):
         settings["async_tp"] = True
     return settings
+
+
+def _foundry_attention(row: Row) -> AttentionKernel:
+    """Return the kernel of llm-foundry's attention in its benchmark tables.
+
+    scripts/train/benchmarking/submit_benchmarks.py: triton, FlashAttention's first version, by
+    default (300cc5c, 2023-05; b2a43a1, 2023-10). The table of 128 GPUs and more came with
+    flash-attn 2.4.2 and attn_impl flash (5e85bd6, 2024-01).
+    """
+    is_new = row["gpu_type"].startswith("H100") and int(row["gpus"]) >= 128
+    return AttentionKernel.FLASH if is_new else AttentionKernel.FLASH1
 
 
 def _deepspeed(_row: Row) -> dict[str, Any]:

@@ -58,6 +58,19 @@ _NARROW_KINDS = {
 }
 
 
+# FlashAttention's first version, and the one in Triton, over the second version: 1.7 to 3.0 and
+# 1.3 to 2.5 on A100 (arXiv:2307.08691, section 4.1).
+_FLASH1 = 1.8
+
+
+class AttentionKernel(StrEnum):
+    """Kernel of attention, as far as times tell them apart."""
+
+    AUTO = "auto"  # the fastest of the device
+    FLASH = "flash"  # FlashAttention-2
+    FLASH1 = "flash1"  # FlashAttention's first version
+
+
 class Style(StrEnum):
     """Who writes the kernels of what memory bounds."""
 
@@ -94,14 +107,16 @@ class AttentionLaw:
     flash: float
     flash_backward: float
 
-    def seconds(self, op: Attention, *, is_flash: bool) -> float:
+    def seconds(self, op: Attention, kernel: AttentionKernel) -> float:
         forward = replace(op, phase=Phase.FWD)
         width = op.head_dim_qk + op.head_dim_v
         elements = op.batch * op.seq_q * op.heads * width
         time_s = self.launch_s + forward.flops / self.flops_per_s + self.element_s * elements
+        older = _FLASH1 if kernel is AttentionKernel.FLASH1 else 1.0
         if op.phase is Phase.FWD:
-            return time_s * (self.flash if is_flash else 1.0)
-        return time_s * self.backward * (self.flash_backward if is_flash else 1.0)
+            return time_s * older * (1.0 if kernel is AttentionKernel.AUTO else self.flash)
+        time_s *= self.backward * older
+        return time_s * (1.0 if kernel is AttentionKernel.AUTO else self.flash_backward)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -129,18 +144,18 @@ class KernelTimes:
         return Basis.MEASURED if self.like is self.device else Basis.LIKE
 
     def time_of(
-        self, op: Op | Kernel, style: Style, *, is_flash: bool = False
+        self,
+        op: Op | Kernel,
+        style: Style,
+        attention: AttentionKernel = AttentionKernel.AUTO,
     ) -> KernelTime | None:
-        """Return the time of an operator; None where its cost or a peak is not known.
-
-        is_flash: attention runs FlashAttention-2's kernel, which is older than Hopper.
-        """
+        """Return the time of an operator; None where its cost or a peak is not known."""
         if isinstance(op, HostCopy) or op.executed_flops is None or op.bytes_moved is None:
             return None
         if isinstance(op, Gemm | Bmm | GroupedGemm):
             time_s = self._product_s(op)
         elif isinstance(op, Attention):
-            time_s = self._attention_s(op, is_flash=is_flash)
+            time_s = self._attention_s(op, attention)
         else:
             return self._memory_time(op, style)
         return None if time_s is None else KernelTime(time_s, self._basis_of(op.dtype))
@@ -207,7 +222,7 @@ class KernelTimes:
             return replace(narrow, launch_s=bf16.launch_s, x_s=bf16.x_s)
         return replace(bf16, flops_per_s=bf16.flops_per_s * faster)
 
-    def _attention_s(self, op: Attention, *, is_flash: bool) -> float | None:
+    def _attention_s(self, op: Attention, kernel: AttentionKernel) -> float | None:
         peak = self.device.peak(op.dtype)
         if peak is None:
             return None
@@ -218,7 +233,7 @@ class KernelTimes:
             assert op.executed_flops
             return op.executed_flops / (share * peak)
         width = min(widths, key=lambda each: abs(each - op.head_dim_qk))
-        time_s = self.attention[kind, width].seconds(op, is_flash=is_flash)
+        time_s = self.attention[kind, width].seconds(op, kernel)
         if kind == _BF16 and op.dtype not in (DType.BF16, DType.FP16):
             return time_s * _ratio(_peak_16_bits(self.device), peak)
         return time_s

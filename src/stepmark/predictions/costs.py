@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 from stepmark.cases.training import CompileScope
-from stepmark.efficiency.kernel_times import Basis, Style, kernel_times
+from stepmark.efficiency.kernel_times import AttentionKernel, Basis, Style, kernel_times
 from stepmark.model.device import DeviceSpec
 from stepmark.model.ops import Op, Phase
 from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, OpTable
@@ -247,9 +247,6 @@ class OperatorCosts:
         return OpCost(time_s={work_of_op(op): time_s}, source=Source.OPERATOR)
 
 
-_FLASH = "flash"
-
-
 @dataclass(frozen=True, slots=True)
 class SheetCosts:
     """Costs by data sheet: of operators that were measured on the device, or on its like.
@@ -262,8 +259,10 @@ class SheetCosts:
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def __call__(self, op: ComputeOp) -> OpCost | None:
-        is_flash = self.settings.get("attention_backend") == _FLASH
-        time = kernel_times(self.device).time_of(op.op, self._style_of(op), is_flash=is_flash)
+        backend = self.settings.get("attention_backend")
+        known = [kernel for kernel in AttentionKernel if kernel == backend]
+        times = kernel_times(self.device)
+        time = times.time_of(op.op, self._style_of(op), *known)
         if time is None:
             return None
         source = Source.SHEET if time.basis is Basis.MEASURED else Source.RULE

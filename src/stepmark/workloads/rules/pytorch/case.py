@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
+from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.product_precision import Recipe, by_recipe
@@ -12,7 +13,7 @@ from stepmark.step.workload import Workload
 from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.schedules import Schedule
-from stepmark.workloads.rules.pytorch.settings import AttentionKernel, PyTorch
+from stepmark.workloads.rules.pytorch.settings import PyTorch
 
 _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from stepmark.cases.training import CompileScope, DataParallel, GradSync, Recompute
+from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import MIB
@@ -30,13 +31,6 @@ class StageEnds(StrEnum):
     # The embedding, and norm and head (torchtitan, distributed/fsdp.py).
     APART = "apart"
     ROOT = "root"  # the model itself, gathered once a pass: torch's tutorial
-
-
-class AttentionKernel(StrEnum):
-    """Kernel of attention, as far as times by data sheet tell them apart."""
-
-    AUTO = "auto"  # the fastest of the device
-    FLASH = "flash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +96,7 @@ class PyTorch:
         False, "blocks are compiled, with products of tp in pieces that are sent", only=_DIVIDED
     )
     attention_backend: AttentionKernel = setting(
-        AttentionKernel.AUTO, "auto, or flash: FlashAttention-2, also on Hopper"
+        AttentionKernel.AUTO, "auto, flash (FlashAttention-2, also on Hopper) or flash1"
     )
     compile: CompileScope = setting(
         CompileScope.NONE, "torch.compile of: none, block, layers, loss or model"
