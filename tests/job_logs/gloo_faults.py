@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 SIZE = 4
-SETTLED_S, LIMIT_S = 1.5, 20.0
+SETTLED_S, LIMIT_S = 3.0, 20.0
 # Groups of which each rank is in several; group 0 is all ranks.
 GROUPS = ((0, 1, 2, 3), (0, 1, 2), (2, 3), (1, 3))
 
