@@ -385,7 +385,7 @@ def kernels(own: Sequence[OwnTime]) -> dict[str, dict[str, float]]:
     return {
         **dict.fromkeys(("h100-sxm", "h200-sxm"), hopper),
         **dict.fromkeys(TRAINED, blackwell),
-        **dict.fromkeys(("a100-80gb-sxm", "l40s"), ampere),  # FlashAttention-2 is theirs
+        **dict.fromkeys(("a100-80gb-sxm", "l40s"), ampere),  # their fastest is FlashAttention-2
     }
 
 

@@ -338,7 +338,7 @@ def _anchor_group(row: Row) -> str:
 
 
 def _inside(others: Sequence[ScoredAnchored]) -> str:
-    """Return the median half width of intervals, and the share of rows inside theirs."""
+    """Return the median half width of intervals, and the share of rows inside their own."""
     width = median(each.half_width for each in others)
     return f"{width:10.1%}  {mean(each.is_inside for each in others):6.1%}"
 

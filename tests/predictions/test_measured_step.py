@@ -1,4 +1,4 @@
-"""A measured step beside its prediction."""
+"""A measured step and its prediction."""
 
 import json
 from dataclasses import replace

@@ -260,9 +260,8 @@ class SheetCosts:
 
     def __call__(self, op: ComputeOp) -> OpCost | None:
         backend = self.settings.get("attention_backend")
-        known = [kernel for kernel in AttentionKernel if kernel == backend]
-        times = kernel_times(self.device)
-        time = times.time_of(op.op, self._style_of(op), *known)
+        kernel = next((own for own in AttentionKernel if own == backend), AttentionKernel.AUTO)
+        time = kernel_times(self.device).time_of(op.op, self._style_of(op), kernel)
         if time is None:
             return None
         source = Source.SHEET if time.basis is Basis.MEASURED else Source.RULE

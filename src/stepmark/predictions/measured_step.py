@@ -1,4 +1,4 @@
-"""A measured step beside its prediction: the gap, and what alone would explain it."""
+"""A measured step and its prediction: the gap, and what alone would explain it."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
