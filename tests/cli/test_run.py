@@ -60,7 +60,9 @@ def test_a_step_is_predicted_before_it_is_measured(tmp_path: Path) -> None:
     assert "no interval: 0 past predictions" in shown
     check_sums(shown)
     assert re.search(r"^step: the sum of the lines +[\d.]+ +[\d.]+ ", done.stdout, re.M)
-    for number in (1, 2):
+    # A profile that leaves the step unexplained, as on a busy host, has this one line to say.
+    unexplained = "profile it again" in " ".join(done.stdout.split())
+    for number in (1,) if unexplained else (1, 2):
         assert re.search(rf"^{number}\. ", done.stdout, re.M)
     assert "SM clock" not in done.stdout
 
