@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stepmark.predictions.program import Program
 from stepmark.predictions.step_events import Lane, Meetings, Step, host_start
-from stepmark.predictions.works import Busy, Segment
+from stepmark.predictions.works import Busy, Call, Segment
 
 
 def is_serial(programs: Iterable[Program]) -> bool:
@@ -47,7 +47,9 @@ class FreeSteps:
         self.lanes = [
             Lane(stage, program, stage in hosts) for stage, program in enumerate(programs)
         ]
+        self._durations = [[*map(_alone_s, program.works)] for program in programs]
         self._meetings = Meetings[_Side]()
+        self._recorded = set[int]()
 
     def run(self, num_steps: int) -> bool:
         """Run so many steps; False: stages wait for one another."""
@@ -66,62 +68,103 @@ class FreeSteps:
                 lane.unfinished.append(step.num_left)
         return True
 
-    def record(self, number: int) -> None:
-        """Record the computation of a step."""
-        for lane in self.lanes:
-            works = lane.program.works
-            lane.busy = [
-                Busy(number, item, own, begin, begin + own.total_s, 0.0, own.total_s, False)
-                for item in lane.program.queues[0]
-                if isinstance(work := works[item], Segment) and work.total_s
-                for own, begin in _computed(lane, lane.steps[number], item, work)
-            ]
+    def record(self, lane: Lane, number: int) -> None:
+        """Record the computation of a stage's step, and its calls without other stages."""
+        if lane.stage in self._recorded:
+            return
+        self._recorded.add(lane.stage)
+        works = lane.program.works
+        lane.busy = [
+            Busy(number, item, own, begin, begin + own.total_s, 0.0, own.total_s, False)
+            for item in lane.program.queues[0]
+            if isinstance(work := works[item], Segment) and work.total_s
+            for own, begin in _computed(lane, lane.steps[number], item, work)
+        ]
+        alone = [i for i, _ in lane.program.calls if self._durations[lane.stage][i] is not None]
+        for step in lane.steps:
+            for item in alone:
+                lane.sent.append((step.starts[item], step.ends[item]))
+                lane.moved[step.number, item] = step.starts[item]
 
     def _pass(self, lane: Lane) -> Iterator[int]:
         """Compute a step in issue order. Yield how many items were, before one that waits."""
         program = lane.program
-        number = len(lane.steps)
-        before = lane.steps[-1] if number else None
-        begin = lane.ends[-1] if number else 0.0
-        size = len(program.works)
-        starts = [math.nan] * size
-        ends = [math.nan] * size
-        host = host_start(lane) if lane.has_host else -math.inf
-        lane.steps.append(step := Step(number, host, [], starts, ends, size))
-        earlier: dict[int, float] = {}
-        if before:
-            for dep, dependents in program.next_dependents.items():
-                for item in dependents:
-                    earlier[item] = max(earlier.get(item, 0.0), before.ends[dep])
-        free = [before.ends[queue[-1]] if before else 0.0 for queue in program.queues]
+        step, free = self._begin(lane)
+        earliest = _earliest(lane, step)
+        starts, ends = step.starts, step.ends
         last: list[int | None] = [None] * len(free)
+        durations = self._durations[lane.stage]
         count = 0
-        for item, (work, stream, deps) in enumerate(
-            zip(program.works, program.streams, program.deps, strict=True)
-        ):
+        for item, (stream, deps) in enumerate(zip(program.streams, program.deps, strict=True)):
             own = last[stream]
-            awaited = deps if own is None else [own, *deps]
-            issue = host + program.issues[item]
-            earliest = max(begin, free[stream], earlier.get(item, 0.0), issue)
-            while math.isnan(start := _latest(earliest, awaited, ends)):
-                yield count
-                count = 0
+            start = max(free[stream], earliest[item]) if earliest else free[stream]
+            for dep in deps if own is None else (own, *deps):
+                while (end := ends[dep]) != end:  # NaN: not yet
+                    yield count
+                    count = 0
+                start = max(start, end)
             starts[item] = start
             last[stream] = item
-            if isinstance(work, Segment):
-                ends[item] = start + work.total_s
-                if lane.has_host:
-                    ends[item] = max(ends[item], host + program.begins[item] + work.tail_s)
+            duration_s = durations[item]
+            if duration_s is None:
+                self._meet(lane, step, item)
             else:
-                parts = _Parts(lane, step, item, len(work.parts))
-                for part, ordinal in zip(work.parts, program.ordinals[item], strict=True):
-                    key = part.key, number, ordinal
-                    if sides := self._meetings.join(part, key, (parts, part.time_s)):
-                        _transfer(sides)
+                ends[item] = start + duration_s
+                if lane.has_host and isinstance(work := program.works[item], Segment):
+                    issued_s = step.host_start + program.begins[item]
+                    ends[item] = max(ends[item], issued_s + work.tail_s)
             count += 1
         while any(map(math.isnan, ends)):
             yield count
             count = 0
+
+    def _begin(self, lane: Lane) -> tuple[Step, list[float]]:
+        """Begin a step. Return it, and when each stream is free."""
+        number = len(lane.steps)
+        queues = lane.program.queues
+        free = [0.0] * len(queues)
+        if number:
+            ends = lane.steps[-1].ends
+            free = [max(lane.ends[-1], ends[queue[-1]]) for queue in queues]
+        size = len(lane.program.works)
+        nan = [math.nan] * size
+        step = Step(number, host_start(lane), [], nan, nan.copy(), size)
+        lane.steps.append(step)
+        return step, free
+
+    def _meet(self, lane: Lane, step: Step, item: int) -> None:
+        """Begin a call whose parts other stages take part in."""
+        work = lane.program.works[item]
+        assert isinstance(work, Call)
+        parts = _Parts(lane, step, item, len(work.parts))
+        for part, ordinal in zip(work.parts, lane.program.ordinals[item], strict=True):
+            key = part.key, step.number, ordinal
+            if sides := self._meetings.join(part, key, (parts, part.time_s)):
+                _transfer(sides)
+
+
+def _earliest(lane: Lane, step: Step) -> list[float]:
+    """Return when each item can start by its host and the step before; [] without either."""
+    program = lane.program
+    earliest = list[float]()
+    if lane.has_host:
+        earliest = [step.host_start + issue for issue in program.issues]
+    if step.number and program.next_dependents:
+        earliest = earliest or [0.0] * len(program.works)
+        before = lane.steps[step.number - 1]
+        for dep, dependents in program.next_dependents.items():
+            for item in dependents:
+                earliest[item] = max(earliest[item], before.ends[dep])
+    return earliest
+
+
+def _alone_s(work: Segment | Call) -> float | None:
+    """Return the seconds of a work of one stage; None: it waits for others."""
+    if isinstance(work, Segment):
+        return work.total_s
+    if any(part.key is not None for part in work.parts):
+        return None
+    return max(part.time_s for part in work.parts)
 
 
 def _computed(
@@ -152,13 +195,3 @@ def _transfer(sides: Sequence[_Side]) -> None:
         parts.end = max(parts.end, end)
         if not parts.num_left:
             parts.step.ends[parts.item] = parts.end
-
-
-def _latest(earliest: float, items: Iterable[int], ends: Sequence[float]) -> float:
-    """Return when these items have ended; NaN: unknown yet."""
-    for item in items:
-        if not (end := ends[item]) <= earliest:
-            if math.isnan(end):
-                return end
-            earliest = end
-    return earliest

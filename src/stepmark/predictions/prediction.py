@@ -244,7 +244,7 @@ class Prediction:
             "hfu_pct": flops and peak and rate(flops.hfu, peak, 100),
             "tflops": flops and rate(flops.causal, TFLOP),
             "bound": "host" if step.is_host_bound else "device",
-            "shares_pct": shares_pct(step.ledgers[step.slowest]),
+            "shares_pct": shares_pct(step.ledger),
             "bubble_s": step.part_s(WAITING) if pipeline_is_known else None,
             "comm_s": step.comm_s,
             "exposed_comm_s": step.part_s(TRANSFER),

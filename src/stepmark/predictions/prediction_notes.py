@@ -101,8 +101,7 @@ def _contention_notes(prediction: Prediction) -> Iterator[str]:
     inputs = prediction.inputs
     works = {
         name
-        for ledger in prediction.step.ledgers
-        for group, name in ledger.lines
+        for group, name in prediction.step.ledger.lines
         if group is Group.OVERLAPPED and Work(name) not in inputs.compute_slowdown
     }
     names = [str(work) for work in Work if work in works]

@@ -5,7 +5,9 @@ collectives of a group call are one Call. Equal blocks share both.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
 
 from stepmark.cases.message import SEND
 from stepmark.predictions.works import Call, Clock, Merged, Part, Placed, Segment
@@ -30,56 +32,73 @@ _Link = tuple[list[tuple[str, int]], str]
 class Program:
     """One stage's items in issue order, each a Segment or a Call.
 
-    begins, issues: when the host begins to issue an item, and when it can start. deps: items of
-    the step on other streams that it waits for; dependents wait for it, next_dependents do in
-    the next step. queues: items by stream; the first is COMPUTE. bounds: items at which a
-    repetition of the steady state begins, and where the last ends.
+    offsets: layer and micro-batch of each. streams: their numbers; 0 is COMPUTE. deps: items of
+    the step on other streams that an item waits for; next_dependents wait for one in the next
+    step. bounds: items at which a repetition of the steady state begins, and where the last
+    ends.
     """
 
-    def __init__(self) -> None:
-        self.works: list[Segment | Call] = []
-        self.offsets: list[tuple[int, int]] = []  # layer and micro-batch
-        self.streams: list[int] = []
-        self.begins: list[float] = []
-        self.issues: list[float] = []
-        self.deps: list[list[int]] = []
-        self.dependents: defaultdict[int, list[int]] = defaultdict(list)
-        self.next_dependents: defaultdict[int, list[int]] = defaultdict(list)
-        self.queues: list[list[int]] = [[]]
-        self.calls: list[tuple[int, str]] = []  # items, and their collectives
-        self.ordinals: list[list[int]] = []  # of a call's parts, among those of their key
-        self._num_parts: Counter[object] = Counter()
-        self.host_s = 0.0
-        self.bounds: list[int] = []
-
-    def add(
-        self, work: Segment | Call, offset: tuple[int, int], stream: int, deps: Iterable[int]
+    def __init__(
+        self,
+        placed: Sequence[Placed],
+        streams: Sequence[int],
+        deps: Sequence[Collection[int]],
+        next_dependents: Mapping[int, Sequence[int]],
     ) -> None:
-        index = len(self.works)
-        self.works.append(work)
-        self.offsets.append(offset)
-        self.streams.append(stream)
-        own = [dep for dep in deps if self.streams[dep] != stream]
-        self.deps.append(own)
-        for dep in own:
-            self.dependents[dep].append(index)
-        if stream == len(self.queues):
-            self.queues.append([])
-        self.queues[stream].append(index)
-        ordinals: list[int] = []
-        if isinstance(work, Call):
-            first_s = work.host_s
-            self.calls.append((index, work.ops[0].collective))
-            for part in work.parts:
-                number = self._num_parts[part.key]
-                self._num_parts[part.key] = number + 1
-                ordinals.append(number)
-        else:
-            first_s = work.issues[0]
-        self.ordinals.append(ordinals)
-        self.begins.append(self.host_s)
-        self.issues.append(self.host_s + first_s)
-        self.host_s += work.host_s
+        self.works = [work for work, _, _ in placed]
+        self.offsets = [(layer, microbatch) for _, layer, microbatch in placed]
+        self.streams = streams
+        self.deps = deps
+        self.next_dependents = next_dependents
+        self.host_s = sum(work.host_s for work in self.works)
+        self.bounds: Sequence[int] = ()
+
+    @cached_property
+    def queues(self) -> list[list[int]]:
+        """Items by stream."""
+        queues: list[list[int]] = [[] for _ in range(max(self.streams, default=0) + 1)]
+        for item, stream in enumerate(self.streams):
+            queues[stream].append(item)
+        return queues
+
+    @cached_property
+    def dependents(self) -> Mapping[int, Sequence[int]]:
+        """Items that wait for an item of the same step."""
+        dependents = defaultdict[int, list[int]](list)
+        for item, deps in enumerate(self.deps):
+            for dep in deps:
+                dependents[dep].append(item)
+        return dependents
+
+    @cached_property
+    def begins(self) -> list[float]:
+        """Seconds of the host before it begins to issue each item."""
+        return [0.0, *accumulate(work.host_s for work in self.works)][:-1]
+
+    @cached_property
+    def issues(self) -> list[float]:
+        """Seconds of the host before each item can start."""
+        return [
+            begin + (work.host_s if isinstance(work, Call) else work.issues[0])
+            for begin, work in zip(self.begins, self.works, strict=True)
+        ]
+
+    @cached_property
+    def calls(self) -> list[tuple[int, Call]]:
+        """Items that are calls."""
+        return [(item, work) for item, work in enumerate(self.works) if isinstance(work, Call)]
+
+    @cached_property
+    def ordinals(self) -> Mapping[int, Sequence[int]]:
+        """Of the parts of a call, their number among those of the same key."""
+        counts = Counter[object]()
+        ordinals = dict[int, list[int]]()
+        for item, call in self.calls:
+            own = ordinals[item] = list[int]()
+            for part in call.parts:
+                own.append(counts[part.key])
+                counts[part.key] += 1
+        return ordinals
 
     def waits_for(self, item: int, other: int) -> bool:
         """Return whether an item waits for another, or for a later one of its stream."""
@@ -242,27 +261,35 @@ class Compiler:
 
     def _linked(self, placed: Sequence[Placed]) -> Program:
         """Resolve the names for which items wait."""
-        program = Program()
         numbers = {COMPUTE: 0}
+        streams = [
+            numbers.setdefault(work.ops[0].stream, len(numbers)) for work, _, _ in placed
+        ]
+        deps: list[Collection[int]] = []
         newest: dict[str, list[int]] = defaultdict(list)  # items by name
         # Item, name, how many back from the step's end.
         earlier: list[tuple[int, str, int]] = []
-        for index, (work, layer, microbatch) in enumerate(placed):
-            deps = set[int]()
-            for waits, name in self._links(work):
+        for index, (work, _, _) in enumerate(placed):
+            links = self._links(work)
+            if not links:
+                deps.append(())
+                continue
+            own = set[int]()
+            for waits, name in links:
                 for awaited, back in waits:
-                    if back < len(newest[awaited]):
-                        deps.add(newest[awaited][-1 - back])
-                    else:
-                        earlier.append((index, awaited, back - len(newest[awaited])))
+                    items = newest[awaited]
+                    if back >= len(items):
+                        earlier.append((index, awaited, back - len(items)))
+                    elif streams[items[-1 - back]] != streams[index]:
+                        own.add(items[-1 - back])
                 if name:
                     newest[name].append(index)
-            stream = numbers.setdefault(work.ops[0].stream, len(numbers))
-            program.add(work, (layer, microbatch), stream, deps - {index} if deps else ())
+            deps.append(own)
+        next_dependents = defaultdict[int, list[int]](list)
         for index, name, back in earlier:
             if back < len(newest[name]):
                 dep = newest[name][-1 - back]
                 # The step begins when the computation before has ended.
-                if program.streams[dep] not in (0, program.streams[index]):
-                    program.next_dependents[dep].append(index)
-        return program
+                if streams[dep] not in (0, streams[index]):
+                    next_dependents[dep].append(index)
+        return Program(placed, streams, deps, next_dependents)

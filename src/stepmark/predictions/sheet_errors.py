@@ -54,7 +54,7 @@ def read_errors() -> tuple[SheetError, ...]:
 def traits_of(prediction: Prediction) -> Traits:
     """Return what a prediction has in common with others of its class."""
     step = prediction.step
-    shares = shares_pct(step.ledgers[step.slowest])
+    shares = shares_pct(step.ledger)
     bound = "computation"
     if step.is_host_bound:
         bound = HOST

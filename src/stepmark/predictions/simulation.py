@@ -8,7 +8,7 @@ then adds as much as one more does.
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from stepmark.ground.errors import ConfigError
@@ -16,7 +16,7 @@ from stepmark.predictions.free_steps import FreeSteps, is_serial
 from stepmark.predictions.program import Compiler, Program
 from stepmark.predictions.stage_times import seconds_of, spans
 from stepmark.predictions.step_events import MOST_STEPS, Lane, Simulator, Step
-from stepmark.predictions.works import Call, Clock
+from stepmark.predictions.works import Call, Clock, Segment
 from stepmark.step.workload import Workload
 from stepmark.step.workload_stages import num_steady, shortened, steady_runs
 from stepmark.timeline.ledger import (
@@ -31,6 +31,7 @@ from stepmark.timeline.step_cost import Costs
 from stepmark.timeline.timeline import Span, Timeline
 
 _REPEATS = 4  # of a steady state that are simulated first
+_MORE = 4  # times as many, as long as it is not steady
 _SAME = 1e-9  # of a step: times that differ less are equal
 _NS = 1e9
 
@@ -57,7 +58,7 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "S
             bound = _steady(shorter, _simulator(costs, programs, slowest), num_omitted)
             if bound and bound.follows_host():
                 return replace(bound, is_host_bound=True)
-        kept *= 2
+        kept *= _MORE
 
 
 def _programs(
@@ -99,11 +100,9 @@ def _steady(
         is_alone = len(lanes) == 1 and not lanes[0].has_host and not lanes[0].steps[0].num_left
         if (number == 0 and is_alone) or (number and _is_repeated(lanes, number)):
             period_s = _period(lanes, number) if num_omitted else 0.0
-            return (
-                None
-                if period_s is None
-                else _make_steady_step(simulator, number, num_omitted, period_s)
-            )
+            if period_s is None:
+                return None
+            return SteadyStep(simulator, number, num_omitted, period_s)
     if num_omitted:
         return None
     ends = lanes[0].ends
@@ -113,15 +112,7 @@ def _steady(
         allowed = "one whose stages communicate in each step"
         raise ConfigError("workload", workload.name, allowed)
     middle = sorted(later, key=lambda number: ends[number] - ends[number - 1])[len(later) // 2]
-    return _make_steady_step(simulator, middle, 0, 0.0)
-
-
-def _make_steady_step(
-    simulator: Simulator | FreeSteps, number: int, num_omitted: int, period_s: float
-) -> "SteadyStep":
-    if isinstance(simulator, FreeSteps):
-        simulator.record(number)
-    return SteadyStep(simulator.lanes, number, num_omitted, period_s)
+    return SteadyStep(simulator, middle, 0, 0.0)
 
 
 def _deadlock(lanes: Sequence[Lane]) -> str:
@@ -159,9 +150,10 @@ def _is_repeated(lanes: Sequence[Lane], number: int) -> bool:
 def _is_later(before: Step, after: Step, items: range, distance: int, time_s: float) -> bool:
     """Return whether items are later by this time, as far as they have begun and ended."""
     most = _SAME * time_s
+    later = slice(items.start + distance, items.stop + distance)
     for old, new in ((before.starts, after.starts), (before.ends, after.ends)):
-        for item in items:
-            if abs(new[item + distance] - old[item] - time_s) > most:
+        for first, second in zip(old[items.start : items.stop], new[later], strict=True):
+            if abs(second - first - time_s) > most:
                 return False
     return True
 
@@ -191,14 +183,20 @@ def _main_end(lane: Lane, number: int, bound: int) -> float:
 class SteadyStep:
     """One steady step of all pipeline stages that was simulated. number: of the simulated ones.
 
-    lanes: the stages. less: repetitions of its steady state left out, each of period_s.
+    num_omitted: repetitions of its steady state left out, each of period_s.
     """
 
-    lanes: Sequence[Lane]
+    simulator: Simulator | FreeSteps
     number: int
     num_omitted: int
     period_s: float
     is_host_bound: bool = False
+    _parts: dict[int, tuple[Ledger, int]] = field(default_factory=dict, init=False)
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """Return the stages."""
+        return self.simulator.lanes
 
     def start(self, lane: Lane) -> float:
         """Return when the step begins on a stage."""
@@ -223,47 +221,70 @@ class SteadyStep:
         )
 
     @cached_property
-    def _parts(self) -> list[tuple[Ledger, int]]:
-        return [self._ledger(lane) for lane in self.lanes]
-
-    @cached_property
     def ledgers(self) -> tuple[Ledger, ...]:
         """Ledgers by stage."""
-        return tuple(own for own, _ in self._parts)
+        return tuple(self._part(lane)[0] for lane in self.lanes)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Return the ledger of the slowest stage."""
+        return self._part(self.lanes[self.slowest])[0]
 
     @cached_property
     def slowest(self) -> int:
-        """The stage that computes the longest, of which the figures are."""
-        computing = [
-            own.total(Group.COMPUTE) + own.total(Group.OVERLAPPED) for own in self.ledgers
-        ]
+        """The stage that computes the longest without contention, of which the figures are."""
+        computing = [round(_NS * self._computed_s(lane.program)) for lane in self.lanes]
         return computing.index(max(computing))
 
     @property
     def busy_s(self) -> dict[Work, float]:
         """Return the compute of the slowest stage by kind of work, contention included."""
         busy_s = dict.fromkeys(Work, 0.0)
-        for (group, name), time_ns in self.ledgers[self.slowest].lines.items():
+        for (group, name), time_ns in self.ledger.lines.items():
             if group in (Group.COMPUTE, Group.OVERLAPPED):
                 busy_s[Work(name)] += time_ns / _NS
         return busy_s
 
     def part_s(self, name: str) -> float:
         """Return the seconds of a part of the slowest stage's lines: see Ledger.within."""
-        return self.ledgers[self.slowest].within[name] / _NS
+        return self.ledger.within[name] / _NS
 
     @property
     def comm_s(self) -> float:
         """Return the communication of the slowest stage, exposed or not."""
-        return self._parts[self.slowest][1] / _NS
+        return self._part(self.lanes[self.slowest])[1] / _NS
 
     @property
     def num_kernels(self) -> float:
         """Return the kernels of the slowest stage."""
         program = self.lanes[self.slowest].program
-        counts = [work.num_kernels for work in program.works]
-        more = sum(counts[program.bounds[-2] : program.bounds[-1]]) if self.num_omitted else 0.0
-        return sum(counts) + self.num_omitted * more
+        return self._sum(program, [work.num_kernels for work in program.works])
+
+    def _computed_s(self, program: Program) -> float:
+        """Return the seconds that a stage computes alone."""
+        times = [
+            work.computed_s if isinstance(work, Segment) else 0.0 for work in program.works
+        ]
+        return self._sum(program, times)
+
+    def _sum(self, program: Program, amounts: Sequence[float]) -> float:
+        """Return the sum over a whole step. amounts: of the items."""
+        more = (
+            sum(amounts[program.bounds[-2] : program.bounds[-1]]) if self.num_omitted else 0.0
+        )
+        return sum(amounts) + self.num_omitted * more
+
+    def _recorded(self, lane: Lane) -> Lane:
+        """Return a stage with what ran on it."""
+        if isinstance(self.simulator, FreeSteps):
+            self.simulator.record(lane, self.number)
+        return lane
+
+    def _part(self, lane: Lane) -> tuple[Ledger, int]:
+        """Return `_ledger` of a stage, which takes long the first time."""
+        if lane.stage not in self._parts:
+            self._parts[lane.stage] = self._ledger(self._recorded(lane))
+        return self._parts[lane.stage]
 
     def _ledger(self, lane: Lane) -> tuple[Ledger, int]:
         """Return the ledger of a step, and in how many ns messages move.
@@ -304,7 +325,7 @@ class SteadyStep:
         return Timeline(self._spans(), (0, round(self.step_s * _NS)))
 
     def _spans(self) -> Iterator[Span]:
-        for lane in self.lanes:
+        for lane in map(self._recorded, self.lanes):
             omitted_s = (
                 _main_end(lane, self.number, -1) - self.start(lane) if self.num_omitted else 0.0
             )

@@ -7,13 +7,14 @@ import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import pairwise
 from operator import add
 from typing import NamedTuple
 
 from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.predictions.step_events import Lane
-from stepmark.predictions.works import Busy, Call, Segment
+from stepmark.predictions.works import Busy, Call, Segment, is_compute
 from stepmark.step.workload import COMPUTE, CommOp, Operation
 from stepmark.timeline.ledger import (
     CONTENTION,
@@ -61,7 +62,7 @@ def seconds_of(
         recomputed_s += time_s * is_recomputed * isinstance(work, Work)
     for (name, work, _), time_s in hidden.items():
         lines[_line(work)] -= time_s
-        if _is_compute(work):
+        if is_compute(work):
             lines[Group.OVERLAPPED, work] += time_s
             lines[Group.COMM, name] -= time_s
     for call in calls:
@@ -72,7 +73,7 @@ def seconds_of(
     moved_s: float = sum(move.end - move.start for move in moves)
     moved_s += sum(time_s for (_, work, _), time_s in total.items() if _is_call(work))
     moved_s -= sum(time_s for (_, work, _), time_s in moving.items() if _is_call(work))
-    computed_s = sum(time_s for (_, work, _), time_s in moving.items() if _is_compute(work))
+    computed_s = sum(time_s for (_, work, _), time_s in moving.items() if is_compute(work))
     within = {
         CONTENTION: contention_s,
         RECOMPUTED: recomputed_s,
@@ -83,10 +84,6 @@ def seconds_of(
 
 def _is_call(work: str) -> bool:
     return not isinstance(work, Work | Idle)
-
-
-def _is_compute(work: str) -> bool:
-    return isinstance(work, Work) and work is not Work.COPY
 
 
 def _line(work: str) -> Line:
@@ -105,8 +102,8 @@ def _calls(lane: Lane, after: float) -> Iterator[tuple[float, float, str]]:
         for end, unfinished in zip(lane.ends, lane.unfinished, strict=True)
     ]
     for step in lane.steps[over.index(False) if False in over else len(over) :]:
-        for item, name in lane.program.calls:
-            yield step.starts[item], step.ends[item], name
+        for item, call in lane.program.calls:
+            yield step.starts[item], step.ends[item], call.ops[0].collective
 
 
 def _covers(
@@ -157,19 +154,24 @@ def _serial(busy: list[Busy]) -> list[Busy]:
     busy.sort(key=lambda each: each.start)
     if not any(after.start < before.end for before, after in pairwise(busy)):
         return busy
-    pieces: list[tuple[int, float, float, Busy]] = []  # rank, start, end
-    for each in busy:
+    pieces: list[tuple[int, float, float, int]] = []  # rank, start, end, place in busy
+    for place, each in enumerate(busy):
         now = each.start
         for piece, time_s in each.pieces:
             work, _ = each.segment.kinds[piece]
-            rank = 0 if _is_compute(work) else 1 if isinstance(work, Work) else 2
-            pieces.append((rank, now, now := now + time_s, each))
+            rank = 0 if is_compute(work) else 1 if isinstance(work, Work) else 2
+            pieces.append((rank, now, now := now + time_s, place))
     cuts = sorted({time for _, start, end, _ in pieces for time in (start, end)})
+    coming = sorted(pieces, key=lambda piece: -piece[1])
+    running: list[tuple[int, float, float, int]] = []  # a heap: the one that has the time first
     serial: list[Busy] = []
     for start, end in pairwise(cuts):
-        running = [piece for piece in pieces if piece[1] <= start < piece[2]]
+        while coming and coming[-1][1] <= start:
+            heappush(running, coming.pop())
+        while running and running[0][2] <= start:
+            heappop(running)
         if running:
-            each = min(running, key=lambda piece: piece[:2])[3]
+            each = busy[running[0][3]]
             progress = each.progress(start), each.progress(end)
             serial.append(
                 each._replace(start=start, end=end, first=progress[0], last=progress[1])

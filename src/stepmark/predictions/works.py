@@ -16,6 +16,11 @@ _DIGITS = 12  # of progress in seconds
 Kind = tuple[str, bool]  # Work, Idle of a gap, or a collective; whether it is recomputed
 
 
+def is_compute(kind: str) -> bool:
+    """Return whether work is of kernels that compute."""
+    return isinstance(kind, Work) and kind is not Work.COPY
+
+
 class Segment:
     """Computation on one stream that runs without a break once it is issued.
 
@@ -74,6 +79,12 @@ class Segment:
         """One segment per operation, for a host that is slower than the device."""
         pairs = zip(self._computes, self._costs, strict=True)
         return tuple(Segment((op,), (cost,), self._machine, self._clock) for op, cost in pairs)
+
+    @cached_property
+    def computed_s(self) -> float:
+        """Seconds of its kernels, alone; copies do not count."""
+        times = self.times(0.0, self.total_s, slow=False).items()
+        return sum(time_s for (kind, _), time_s in times if is_compute(kind))
 
     def time_of(self, progress: float, *, slow: bool) -> float:
         """Return the time until this progress, which is the time it takes alone."""

@@ -96,16 +96,17 @@ def steady_runs(workload: Workload) -> tuple[Run, ...]:
     It is the longest one that repeats forwards and backwards together, and moves on by as many
     micro-batches as in every other stage, so that all stages can leave out equal messages: with
     interleaved stages a round of as many micro-batches as there are stages, and no part of it.
+    A stage without layers passes on messages of both directions.
     """
     blocks = workload.blocks
-    cache = dict[str, frozenset[str]]()
+    cache: _Passes = {}
     by_stage = [
         [
             item
             for item in blocks[stage.step]
             if isinstance(item, Run)
             and item.microbatch_step
-            and {"forward", "backward"} <= _passes(blocks, item.block, cache)
+            and {"forward", "backward"} <= _passes_of_run(blocks, item.block, cache)
         ]
         for stage in workload.stages
     ]
@@ -121,16 +122,26 @@ def steady_runs(workload: Workload) -> tuple[Run, ...]:
     return tuple(run for run in steady if run) if all(steady) else ()
 
 
+_Passes = dict[tuple[str, type], frozenset[str]]  # by block and kind of operation
+
+
+def _passes_of_run(blocks: Mapping[str, Block], block: str, cache: _Passes) -> frozenset[str]:
+    """Return the passes that a block computes, or those of its messages if it computes none."""
+    computed = _passes(blocks, block, ComputeOp, cache)
+    return computed or _passes(blocks, block, CommOp, cache)
+
+
 def _passes(
-    blocks: Mapping[str, Block], block: str, cache: dict[str, frozenset[str]]
+    blocks: Mapping[str, Block], block: str, kind: type, cache: _Passes
 ) -> frozenset[str]:
-    """Return the passes that a block computes."""
-    if block not in cache:
-        found: set[str] = set()
+    """Return the passes of a block's operations of one kind; mere waits do not count."""
+    key = block, kind
+    if key not in cache:
+        passes: set[str] = set()
         for item in blocks[block]:
             if isinstance(item, Run):
-                found |= _passes(blocks, item.block, cache)
-            elif isinstance(item, ComputeOp) and not item.is_wait:
-                found.add(pass_of(item))
-        cache[block] = frozenset(found)
-    return cache[block]
+                passes |= _passes(blocks, item.block, kind, cache)
+            elif isinstance(item, kind) and not (isinstance(item, ComputeOp) and item.is_wait):
+                passes.add(pass_of(item))
+        cache[key] = frozenset(passes)
+    return cache[key]
