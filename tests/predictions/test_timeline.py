@@ -377,3 +377,35 @@ def test_gaps_on_a_cpu_are_the_hosts() -> None:
     assert renamed == {
         (g, Idle.HOST if (g, n) == gaps else n): t for (g, n), t in lines.items()
     }
+
+
+BESIDE = {"overlap_grad_reduce": True}
+MEGATRON: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
+    "tp": (ParallelConfig(tp=2), {}),
+    "tp, sequence": (ParallelConfig(tp=2, pp=2), {"sequence_parallel": True}),
+    "tp, pp": (ParallelConfig(tp=2, pp=4, dp_shard=2), {}),
+    "tp, dp beside": (ParallelConfig(tp=2, pp=2, dp_shard=2), BESIDE),
+    "virtual": (ParallelConfig(tp=2, pp=2), {"virtual_pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("contention", [False, True])
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatrons_regions_are_those_of_events(
+    name: str, contention: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel, settings = MEGATRON[name]
+    job = Job(model=TINY, parallel=parallel, mbs=1, gbs=12)
+    workload = megatron.workload(job, Megatron(**settings))
+    check_free(workload, costs(len(name), host=0, contention=contention), monkeypatch)
+
+
+def test_a_stage_without_layers_repeats_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(model=TINY, parallel=ParallelConfig(pp=4), gbs=24)
+    asked = Megatron(pipeline_model_parallel_layout="Ett|t||tL")
+    workload = megatron.workload(job, asked)
+    machine = costs(host=0.0, contention=False)
+    few = simulate(workload, machine)
+    assert few.num_omitted > 0
+    monkeypatch.setattr(simulation, "_REPEATS", 24)
+    assert few.step_s == pytest.approx(simulate(workload, machine).step_s, rel=1e-12)

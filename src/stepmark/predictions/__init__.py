@@ -10,7 +10,8 @@
 - factors.py, anchored_steps.py, anchor_fit.py: factors on costs, fitted to measured steps.
 - step.py, power.py: a step in a fixed point with its clock.
 - interval.py, sheet_errors.py: its interval, by errors of other predictions.
-- simulation.py, program.py, works.py, step_events.py, free_steps.py: simulate the stages.
+- simulation.py, step_events.py, free_steps.py: simulate the stages.
+- program.py, works.py, regions.py, compiler.py: what of a workload they simulate.
 - stage_times.py: when each operation runs, and the lines that it adds to.
 - prediction.py: the prediction of a step, its figures and its memory.
 - prediction_notes.py, prediction_text.py, prediction_page.py: what is said of it.

@@ -9,11 +9,12 @@ then adds as much as one more does.
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 from stepmark.ground.errors import ConfigError
+from stepmark.predictions.compiler import Compiler
 from stepmark.predictions.free_steps import FreeSteps, is_serial
-from stepmark.predictions.program import Compiler, Program
+from stepmark.predictions.program import Program
 from stepmark.predictions.stage_times import seconds_of, spans
 from stepmark.predictions.step_events import MOST_STEPS, Lane, Simulator, Step
 from stepmark.predictions.works import Call, Clock, Segment
@@ -44,30 +45,38 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "S
     """
     total = num_steady(workload)
     kept = _REPEATS
+
+    @cache
+    def compiler(*, joins: bool) -> Compiler:
+        return Compiler(workload, costs, clock or {}, joins=joins)
+
     while True:
         shorter = shortened(workload, kept) if kept < total else workload
         num_omitted = max(0, total - kept)
-        programs = partial(_programs, shorter, costs, clock or {}, repeats=num_omitted > 0)
-        free = _steady(shorter, _simulator(costs, programs), num_omitted)
+        programs = partial(_programs, shorter, compiler, repeats=num_omitted > 0)
+        free = _simulated(shorter, costs, programs, num_omitted)
         if free:
             host_s = [free.host_s(lane) for lane in free.lanes]
             if max(host_s) <= free.step_s:
                 return free
             # Faster hosts are ahead of their device.
             slowest = [stage for stage, time in enumerate(host_s) if time >= max(host_s)]
-            bound = _steady(shorter, _simulator(costs, programs, slowest), num_omitted)
+            bound = _simulated(shorter, costs, programs, num_omitted, slowest)
             if bound and bound.follows_host():
                 return replace(bound, is_host_bound=True)
         kept *= _MORE
 
 
 def _programs(
-    workload: Workload, costs: Costs, clock: Clock, *, repeats: bool, merges: bool
+    workload: Workload, compiler: Callable[..., Compiler], *, repeats: bool, joins: bool
 ) -> list[Program]:
     """Return the programs of all stages. repeats: with the bounds of the steady state."""
-    compiler = Compiler(workload, costs, clock, merges=merges)
     runs = steady_runs(workload) if repeats else (None,) * len(workload.stages)
-    programs = [compiler.program(stage, run) for stage, run in enumerate(runs)]
+    own = compiler(joins=joins)
+    programs = [
+        own.program(index, workload.blocks[stage.step], run)
+        for index, (stage, run) in enumerate(zip(workload.stages, runs, strict=True))
+    ]
     for stage, program in enumerate(programs):
         if not program.queues[0]:
             allowed = (
@@ -77,16 +86,27 @@ def _programs(
     return programs
 
 
-def _simulator(
-    costs: Costs, programs: Callable[..., list[Program]], hosts: Collection[int] = ()
-) -> Simulator | FreeSteps:
-    """Return a simulation. hosts: stages whose hosts are not ahead of their devices."""
-    if costs.comm_slowdown == 1 and all(x == 1 for x in costs.compute_slowdown.values()):
-        compiled = programs(merges=not hosts)
+def _simulated(
+    workload: Workload,
+    costs: Costs,
+    programs: Callable[..., list[Program]],
+    num_omitted: int,
+    hosts: Collection[int] = (),
+) -> "SteadyStep | None":
+    """Simulate until a step repeats; None: its micro-batches do not yet.
+
+    hosts: stages whose hosts are not ahead of their devices.
+    """
+    contention = costs.has_contention
+    if not contention or (len(workload.stages) > 1 and not hosts):
+        compiled = programs(joins=not hosts)
         free = FreeSteps(compiled, hosts)
-        if is_serial(compiled) and free.run(1):
-            return free
-    return Simulator(programs(merges=False), costs.comm_slowdown, hosts)
+        if is_serial(compiled) and free.run(1) and not (contention and free.overlaps()):
+            step = _steady(workload, free, num_omitted)
+            if not (contention and free.overlaps()):
+                return step
+    simulator = Simulator(programs(joins=False), costs.comm_slowdown, hosts)
+    return _steady(workload, simulator, num_omitted)
 
 
 def _steady(
@@ -277,13 +297,13 @@ class SteadyStep:
     def _recorded(self, lane: Lane) -> Lane:
         """Return a stage with what ran on it."""
         if isinstance(self.simulator, FreeSteps):
-            self.simulator.record(lane, self.number)
+            return self.simulator.recorded(lane, self.number)
         return lane
 
     def _part(self, lane: Lane) -> tuple[Ledger, int]:
         """Return `_ledger` of a stage, which takes long the first time."""
         if lane.stage not in self._parts:
-            self._parts[lane.stage] = self._ledger(self._recorded(lane))
+            self._parts[lane.stage] = self._ledger(lane)
         return self._parts[lane.stage]
 
     def _ledger(self, lane: Lane) -> tuple[Ledger, int]:
@@ -293,10 +313,11 @@ class SteadyStep:
         has what rounding leaves.
         """
         whole_s = self.step_s - self.num_omitted * self.period_s
-        lines, within, moved_s = seconds_of(lane, lane.ends[self.number], whole_s)
+        recorded = self._recorded(lane)
+        lines, within, moved_s = seconds_of(recorded, lane.ends[self.number], whole_s)
         if self.num_omitted:
             end = _main_end(lane, self.number, -1)
-            more, more_within, more_moved_s = seconds_of(lane, end, self.period_s)
+            more, more_within, more_moved_s = seconds_of(recorded, end, self.period_s)
             for line, time_s in more.items():
                 lines[line] = lines.get(line, 0.0) + self.num_omitted * time_s
             for name, time_s in more_within.items():
@@ -325,13 +346,13 @@ class SteadyStep:
         return Timeline(self._spans(), (0, round(self.step_s * _NS)))
 
     def _spans(self) -> Iterator[Span]:
-        for lane in map(self._recorded, self.lanes):
+        for lane in self.lanes:
             omitted_s = (
                 _main_end(lane, self.number, -1) - self.start(lane) if self.num_omitted else 0.0
             )
-            yield from spans(
-                lane, self.number, self.num_omitted, omitted_s, self.num_omitted * self.period_s
-            )
+            length_s = self.num_omitted * self.period_s
+            recorded = self._recorded(lane)
+            yield from spans(recorded, self.number, self.num_omitted, omitted_s, length_s)
 
 
 def _host_period(lane: Lane) -> float:

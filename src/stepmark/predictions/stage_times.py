@@ -4,12 +4,10 @@ Lines are a sum over the items of the stage, which calls of communication cut.
 """
 
 import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
-from operator import add
 from typing import NamedTuple
 
 from stepmark.model.kernel_groups import COMMUNICATION
@@ -67,12 +65,7 @@ def seconds_of(
             lines[Group.COMM, name] -= time_s
     for call in calls:
         lines[Group.COMM, call.name] += call.end - call.start
-        for name, time_s in _own_first(call, busy):
-            lines[Group.COMM, call.name] -= time_s
-            lines[Group.COMM, name] += time_s
-    moved_s: float = sum(move.end - move.start for move in moves)
-    moved_s += sum(time_s for (_, work, _), time_s in total.items() if _is_call(work))
-    moved_s -= sum(time_s for (_, work, _), time_s in moving.items() if _is_call(work))
+    moved_s = sum(move.end - move.start for move in moves)
     computed_s = sum(time_s for (_, work, _), time_s in moving.items() if is_compute(work))
     within = {
         CONTENTION: contention_s,
@@ -82,16 +75,10 @@ def seconds_of(
     return lines, within, moved_s
 
 
-def _is_call(work: str) -> bool:
-    return not isinstance(work, Work | Idle)
-
-
-def _line(work: str) -> Line:
-    """Return the line of work where no other call is."""
+def _line(work: Work | Idle) -> Line:
+    """Return the line of work where no call is."""
     if isinstance(work, Idle):
         return Group.IDLE, work
-    if _is_call(work):
-        return Group.COMM, work
     return (Group.COPIES if work is Work.COPY else Group.COMPUTE), work
 
 
@@ -126,7 +113,7 @@ def _covers(
 
 def _under(
     covers: Iterable[_Cover], busy: Sequence[Busy]
-) -> dict[tuple[str, str, bool], float]:
+) -> dict[tuple[str, Work | Idle, bool], float]:
     """Return the seconds of work in these times, by their name, work and recomputation."""
     counts = Counter[tuple[str, Segment, float, float, bool]]()
     place = 0
@@ -139,7 +126,7 @@ def _under(
             last = each.progress(end) if end < each.end else each.last
             counts[name, each.segment, first, last, each.slow] += 1
             index += 1
-    times = defaultdict[tuple[str, str, bool], float](float)
+    times = defaultdict[tuple[str, Work | Idle, bool], float](float)
     for (name, segment, first, last, slow), count in counts.items():
         for (work, is_recomputed), time_s in segment.times(first, last, slow=slow).items():
             times[name, work, is_recomputed] += count * time_s
@@ -179,22 +166,6 @@ def _serial(busy: list[Busy]) -> list[Busy]:
     return serial
 
 
-def _own_first(call: _Cover, busy: Sequence[Busy]) -> Iterator[tuple[str, float]]:
-    """Yield the call on the compute stream that has the start of this time, and how long.
-
-    Calls that begin at the same nanosecond are ordered by name.
-    """
-    index = bisect_right(busy, call.start, key=lambda each: each.start) - 1
-    if index >= 0 and busy[index].end > call.start:
-        segment = busy[index].segment
-        begin = busy[index].start
-        piece = bisect_right(segment.ends, call.start - begin, hi=len(segment.kinds)) - 1
-        work, _ = segment.kinds[piece]
-        began = round((begin + segment.ends[piece]) * 1e9)
-        if _is_call(work) and (began, work) < (round(call.began * 1e9), call.name):
-            yield work, min(call.end, begin + segment.ends[piece + 1]) - call.start
-
-
 class _Ran(NamedTuple):
     """An operation from start to end; the end is infinite for one that has not ended."""
 
@@ -227,9 +198,6 @@ def spans(
         if end_ns <= begin_ns:
             continue
         op, (layer, microbatch) = ran.op, lane.program.offsets[ran.item]
-        work = lane.program.works[ran.item]
-        if isinstance(work, Segment):
-            layer, microbatch = map(add, work.places[ran.owner], (layer, microbatch))
         yield Span(
             rank=lane.stage,
             stream=op.stream,
@@ -266,8 +234,6 @@ def _ran_computations(lane: Lane) -> Iterator[_Ran]:
             op = busy.segment.ops[owner]
             if isinstance(kind := busy.segment.kinds[piece][0], Idle):
                 continue
-            if isinstance(op, CommOp):
-                kind = COMMUNICATION
             before = latest.pop(op.stream, None)
             what = busy.item, owner, op, kind
             if before and before[1:5] == what and not start > before.end:

@@ -1,7 +1,7 @@
 """Items of a pipeline stage: computation without a break, and calls of communication."""
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -13,10 +13,10 @@ from stepmark.timeline.step_cost import Costs, OpCost
 
 Clock = Mapping[Work, float]
 _DIGITS = 12  # of progress in seconds
-Kind = tuple[str, bool]  # Work, Idle of a gap, or a collective; whether it is recomputed
+Kind = tuple[Work | Idle, bool]  # kernels, or a gap; whether it is recomputed
 
 
-def is_compute(kind: str) -> bool:
+def is_compute(kind: Work | Idle) -> bool:
     """Return whether work is of kernels that compute."""
     return isinstance(kind, Work) and kind is not Work.COPY
 
@@ -70,8 +70,6 @@ class Segment:
         self.lead_s = max(waits)
         self.tail_s = self.total_s + self.lead_s
         self.named: tuple[Operation, ...] = (ops[0], *ops[1:][-1:])  # they wait or are awaited
-        self.places: Sequence[tuple[int, int]] = ((0, 0),) * len(ops)
-        self.follows = self.leads = False
         self._whole: dict[bool, Mapping[Kind, float]] = {}
 
     @cached_property
@@ -171,16 +169,11 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Collectives that are issued together and end together.
-
-    follows, leads: nothing else can begin or end between it and what is before, or after it.
-    """
+    """Collectives that are issued together and end together."""
 
     ops: tuple[CommOp, ...]
     parts: tuple[Part, ...]
     host_s: float
-    follows: bool = False
-    leads: bool = False
 
     @property
     def num_kernels(self) -> float:
@@ -192,45 +185,3 @@ class Call:
 
 
 Placed = tuple[Segment | Call, int, int]  # layer and micro-batch to add
-
-
-class Merged(Segment):
-    """Segments and calls on one stream that nothing outside waits for or slows inside.
-
-    Hosts are ahead of it. places: layer and micro-batch of each operation.
-    """
-
-    def __init__(self, works: Sequence[Placed], awaited: Collection[str]) -> None:
-        ops = list[Operation]()
-        places = list[tuple[int, int]]()
-        self.kinds = []
-        self.owners = []
-        self.ends = [0.0]
-        named = list[Operation]()
-        for work, layer, microbatch in works:
-            first = len(ops)
-            begin = self.ends[-1]
-            named += work.named
-            if isinstance(work, Call):
-                ops.append(work.ops[0])
-                places.append((layer, microbatch))
-                self.kinds.append((work.ops[0].collective, False))
-                self.owners.append(first)
-                self.ends.append(begin + work.parts[0].time_s)
-            else:
-                ops += work.ops
-                places += [(own + layer, mb + microbatch) for own, mb in work.places]
-                self.kinds += work.kinds
-                self.owners += [first + owner for owner in work.owners]
-                self.ends += [begin + end for end in work.ends[1:]]
-        self.ops = ops
-        self.places = places
-        self.slowed = self.ends
-        self.total_s = self.ends[-1]
-        self.host_s = sum(work.host_s for work, _, _ in works)
-        self.issues = [self.host_s]
-        self.num_kernels = sum(work.num_kernels for work, _, _ in works)
-        self.named = tuple(op for op in named if op.after or op.name in awaited)
-        self.follows = works[0][0].follows
-        self.leads = works[-1][0].leads
-        self._whole = {}

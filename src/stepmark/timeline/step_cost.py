@@ -59,6 +59,11 @@ class Costs:
     compute_slowdown: Mapping[Work, float] = field(default_factory=dict)  # missing: 1
     comm_slowdown: float = 1.0
 
+    @property
+    def has_contention(self) -> bool:
+        """Return whether compute and communication slow each other."""
+        return self.comm_slowdown != 1 or any(x != 1 for x in self.compute_slowdown.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerModel:
