@@ -31,7 +31,7 @@ from stepmark.predictions.sheet_errors import (  # noqa: E402
 )
 
 PATH = ROOT / "src" / "stepmark" / "data" / TABLE
-COLUMNS = ("source", "device", "bound", "hosts", "framework", "log_ratios")
+COLUMNS = ("source", "device", "waits_for", "framework", "log_ratios")
 
 
 def scored_rows() -> Iterator[Scored]:
@@ -60,17 +60,18 @@ def write() -> None:
 
 def print_coverage(errors: Sequence[SheetError]) -> None:
     """Print how often intervals hold, by all rows and by those of other sources."""
-    print(f"{'':37}rows  all rows: holds  half width | other sources: holds  half width")
-    by_source: dict[str, list[SheetError]] = {}
+    print(f"{'':50}rows  all rows: holds  half width | other sources: holds  half width")
+    groups: dict[str, list[SheetError]] = {}
     for each in errors:
-        by_source.setdefault(each.source, []).append(each)
+        groups.setdefault(f"{each.source} {each.device}", []).append(each)
+    for each in errors:
         shared = ", ".join(errors_like(errors, each.traits)[1])
-        by_source.setdefault(shared or "other classes", []).append(each)
-    by_source["all"] = [*errors]
-    for name, own in sorted(by_source.items(), key=lambda pair: pair[0] == "all"):
+        groups.setdefault(shared or "other classes", []).append(each)
+    groups["all"] = [*errors]
+    for name, own in groups.items():
         by_all = _figures(own, errors, lambda _own, _other: True)
         by_others = _figures(own, errors, lambda one, other: one.source != other.source)
-        print(f"{name:37}{len(own):4} {by_all:>28} | {by_others:>32}")
+        print(f"{name:50}{len(own):4} {by_all:>28} | {by_others:>32}")
 
 
 def _figures(

@@ -22,7 +22,7 @@ from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import PredictOptions
 
 ROOT = Path(__file__).parents[2]
-FACTORS = st.floats(0.5, 3)
+FACTORS = st.floats(1.5, 3)
 
 
 @st.composite
@@ -69,10 +69,32 @@ def test_equal_errors_have_one_factor(
         assert step.time_s(factors) == pytest.approx(step.measured_s, rel=0.02)
 
 
+def test_factors_do_not_depend_on_the_order_of_steps() -> None:
+    logs = (0.1, 0.3, 0.35, 0.38, 0.4, 0.42, 0.45, 0.5, 1.2)
+    steps = [of_products(log) for log in logs]
+    model = anchor_fit.choose(steps)
+    assert anchor_fit.choose(steps[::-1]) == model
+    factor = anchor_fit.fitted(model, steps)[Part.PRODUCTS]
+    assert factor == pytest.approx(math.exp(0.4), rel=0.05)
+    assert anchor_fit.fitted(model, steps[::-1])[Part.PRODUCTS] == pytest.approx(factor)
+
+
+def test_a_few_delayed_steps_give_no_factor_to_the_others() -> None:
+    """Four of ten are as late as one another; without them ten cannot tell a common factor."""
+    logs = (0.05, 0.12, 0.66, 0.8, 0.84, 0.95, 1.21, 1.69, 1.7, 1.8)
+    steps = [of_products(log) for log in logs]
+    assert not anchor_fit.choose(steps).has_common
+    assert anchor_fit.choose([of_products(0.84 + log / 20) for log in logs]).has_common
+
+
+def of_products(log: float) -> AnchorStep:
+    """Return a step of products alone that takes e^log times as long as predicted."""
+    return AnchorStep(measured_s=math.exp(log), parts_s={Part.PRODUCTS: 1.0})
+
+
 def test_noise_has_no_factor() -> None:
     """Errors on both sides say nothing of any cost."""
-    step = AnchorStep(measured_s=1.0, parts_s={Part.PRODUCTS: 1.0})
-    steps = [replace(step, measured_s=math.exp(log)) for log in (-0.2, 0.2) * 5]
+    steps = [of_products(log) for log in (-0.2, 0.2) * 5]
     model = anchor_fit.choose(steps)
     assert anchor_fit.fitted(model, steps) == {}
     assert left_out_s(steps) == [1.0] * 10

@@ -16,7 +16,11 @@ import published_jobs
 import published_steps
 
 from stepmark.cli.main import status
+from stepmark.ground.options import build
 from stepmark.predictions.interval import COVERAGE, PastPrediction, interval, signed_interval
+from stepmark.predictions.predict import predict
+from stepmark.predictions.predict_inputs import inputs_of
+from stepmark.predictions.predict_options import PredictOptions
 from stepmark.predictions.sheet_errors import (
     FEWEST,
     TABLE,
@@ -25,6 +29,7 @@ from stepmark.predictions.sheet_errors import (
     errors_like,
     interval_by,
     read_errors,
+    traits_of,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -85,9 +90,59 @@ def test_signed_interval_has_all_but_a_twentieth_on_each_side(
         assert max(below, above) <= (len(errors) + 1) * (1 - COVERAGE) / 2
 
 
-def test_errors_of_one_sign_have_an_interval_on_one_side() -> None:
-    made = signed_interval([math.log(1.1 + index / 100) for index in range(21)], 1.0, "rows")
-    assert (made.low_s, made.high_s) == (pytest.approx(1.1), pytest.approx(1.3))
+def test_an_interval_of_longer_steps_begins_at_the_prediction() -> None:
+    made = signed_interval([math.log(1.1 + index / 100) for index in range(21)], 2.0, "rows")
+    assert (made.low_s, made.high_s) == (2.0, pytest.approx(2.6))
+    assert made.median_ratio == pytest.approx(1.2)
+    ends = "90 % interval 2000.0 to 2600.0 ms"
+    assert str(made) == f"{ends} (the rows took 1.2 x as long in the median)"
+    shorter = signed_interval(
+        [-math.log(1.1 + index / 100) for index in range(21)], 2.0, "rows"
+    )
+    assert (shorter.low_s, shorter.high_s) == (pytest.approx(2 / 1.3), 2.0)
+    assert "0.83 x as long" in str(shorter)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.floats(-2, 2), min_size=19, max_size=60),
+    st.floats(0.001, 100),
+    st.floats(0.1, 10),
+    st.randoms(use_true_random=False),
+)
+def test_laws_of_signed_intervals(
+    errors: list[float], predicted_s: float, scale: float, rng: random.Random
+) -> None:
+    """It holds the prediction, is in proportion to it, and has no order of rows."""
+    made = signed_interval(errors, predicted_s, "rows")
+    assert made.low_s is not None
+    assert made.high_s is not None
+    assert made.low_s <= predicted_s <= made.high_s
+    scaled = signed_interval(errors, scale * predicted_s, "rows")
+    assert scaled.low_s == pytest.approx(scale * made.low_s)
+    assert scaled.high_s == pytest.approx(scale * made.high_s)
+    rng.shuffle(errors)
+    assert signed_interval(errors, predicted_s, "rows") == made
+    if made.median_ratio is None:
+        assert min(errors) <= 0 <= max(errors)
+    else:
+        assert made.low_s <= predicted_s * made.median_ratio <= made.high_s
+
+
+def test_coverage_of_signed_intervals() -> None:
+    """Exchangeable draws whose sources count alike are inside as often as is stated."""
+    rng = random.Random(11)
+    inside = 0
+    for _ in range(500):
+        *known, new = (
+            SheetError("ab"[index % 2], "h100-sxm", (), rng.gauss(0.2, 0.3))
+            for index in range(41)
+        )
+        made = interval_by(known, 1.0)
+        assert made.low_s is not None
+        assert made.high_s is not None
+        inside += made.low_s <= math.exp(new.log_ratio) <= made.high_s
+    assert inside / 500 >= COVERAGE - 0.03
 
 
 def test_signed_interval_of_few_rows_has_equal_sides() -> None:
@@ -102,19 +157,19 @@ def sheet_errors(count: int, log_ratio: float, *traits: str, source: str) -> lis
 
 
 def test_a_small_class_is_part_of_a_larger_one() -> None:
-    traits = ("computation", "one host", "pytorch")
-    small = sheet_errors(FEWEST - 1, 0.1, "computation", "one host", "megatron", source="a")
+    traits = ("the host", "pytorch")
+    small = sheet_errors(FEWEST - 1, 0.1, "the host", "megatron", source="a")
     large = sheet_errors(FEWEST, 0.2, *traits, source="b")
     rows = small + large
-    rows += sheet_errors(FEWEST - 1, 0.3, "communication", "one host", "pytorch", source="b")
+    rows += sheet_errors(FEWEST - 1, 0.3, "communication", "pytorch", source="b")
     assert errors_like(rows, traits) == (large, traits)
-    assert errors_like(rows, (*traits[:2], "megatron")) == (small + large, traits[:2])
-    assert errors_like(rows, ("communication", *traits[1:])) == (rows, ())
+    assert errors_like(rows, ("the host", "megatron")) == (small + large, traits[:1])
+    assert errors_like(rows, ("communication", "pytorch")) == (rows, ())
 
 
 def test_sources_count_alike() -> None:
     """Of two sources one has nine tenths of the steps, and is not all of the interval."""
-    traits = ("computation", "one host", "pytorch")
+    traits = ("the host", "pytorch")
     rows = sheet_errors(90, 0.5, *traits, source="a") + sheet_errors(
         10, 0.1, *traits, source="b"
     )
@@ -126,7 +181,25 @@ def test_sources_count_alike() -> None:
         pytest.approx(math.exp(0.5)),
     )
     more = interval_by([*rows, *sheet_errors(10, 0.1, *traits, source="b")], 1.0)
-    assert more.low_s == pytest.approx(math.exp(0.1))
+    assert more.low_s == 1.0
+    assert more.high_s == pytest.approx(math.exp(0.5))
+
+
+@pytest.mark.parametrize(
+    ("options", "waits_for"),
+    [
+        ({"mbs": "2"}, "under 10 % exposed communication"),
+        ({"mbs": "8", "tp": "8"}, "10 to 30 % exposed communication"),
+        ({"mbs": "1", "seq_len": "128"}, "over 30 % exposed communication"),
+        ({"models": ("gpt2-125m",), "nproc": "1", "strategy": "single"}, "the host"),
+    ],
+)
+def test_classes_are_by_exposed_communication(
+    options: dict[str, object], waits_for: str
+) -> None:
+    step = {"models": ("llama-3.1-8b",), "num_layers": "2", "nproc": "16", **options}
+    inputs = inputs_of(build(PredictOptions, {**step, "device": "h100-sxm", "host": "slow"}))
+    assert traits_of(predict(inputs)) == (waits_for, "pytorch")
 
 
 def test_errors_of_published_steps_are_those_of_todays_predictions() -> None:

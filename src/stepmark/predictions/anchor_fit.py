@@ -7,17 +7,19 @@ The logarithm of a factor is a common one plus its own deviation. Errors count b
 loss, since a step that waits for what is not modelled, such as an allocator that frees its
 cache, says nothing of costs; a ridge keeps deviations near 0. No factor, one for all costs, and
 several with a weaker or a stronger ridge are compared by this loss of steps that are left out.
+The best is used where its mean gain over no factor is above 0 by Student's t: a few steps that
+wait for the same would else give all others a factor that makes them worse.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import log, log1p
-from statistics import fmean
+from math import log, sqrt
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from stepmark.ground.ratio import t_quantile
 from stepmark.predictions.factors import Factors, Part
 
 # Of logarithms: an error that is large, and standard deviations that are expected of the common
@@ -33,6 +35,7 @@ _CLOSE = 1e-6
 _HALVINGS = 8
 _FEWEST = 4  # anchors that can tell several factors
 _SIMPLER = 0.98  # more factors must lower the error to this share
+_PROBABILITY = 0.95  # of the one-sided test of a gain
 
 _Array = npt.NDArray[np.float64]
 _PARTS = tuple(Part)
@@ -71,20 +74,28 @@ class FactorModel(NamedTuple):
     deviation: float = 0.0
 
 
-_NONE = FactorModel("no factor lowers the error of steps left out", has_common=False)
+_NONE = FactorModel("none is shown to lower the error of steps left out", has_common=False)
 _ONE = FactorModel("one for all costs")
 _SEVERAL = tuple(FactorModel("one per kind of cost", True, own) for own in _DEVIATIONS)
 
 
 def choose(steps: Sequence[AnchorStep]) -> FactorModel:
     """Return the model of the least error of steps left out; the simplest of equal ones."""
-    best = _NONE
-    best_loss = _loss(steps, left_out_s(_NONE, steps))
+    without = _losses(steps, left_out_s(_NONE, steps))
+    best, best_losses = _NONE, without
     for model in (_ONE, *(_SEVERAL if len(steps) >= _FEWEST else ())):
-        loss = _loss(steps, left_out_s(model, steps))
-        if loss < _SIMPLER * best_loss:
-            best, best_loss = model, loss
-    return best
+        losses = _losses(steps, left_out_s(model, steps))
+        if np.mean(losses) < _SIMPLER * np.mean(best_losses):
+            best, best_losses = model, losses
+    return best if _is_shown(without - best_losses) else _NONE
+
+
+def _is_shown(gains: _Array) -> bool:
+    """Return whether the mean of gains is above 0 by more than chance makes it."""
+    if len(gains) < 2:
+        return False
+    error = np.std(gains, ddof=1) / sqrt(len(gains))
+    return bool(np.mean(gains) > t_quantile(_PROBABILITY, len(gains) - 1) * error)
 
 
 def left_out_s(model: FactorModel, steps: Sequence[AnchorStep]) -> list[float]:
@@ -96,10 +107,12 @@ def left_out_s(model: FactorModel, steps: Sequence[AnchorStep]) -> list[float]:
     return times_s
 
 
-def _loss(steps: Sequence[AnchorStep], times_s: Sequence[float]) -> float:
-    """Return the mean of Cauchy's loss of predicted seconds."""
-    logs = (log(step.measured_s / time_s) for step, time_s in zip(steps, times_s, strict=True))
-    return fmean(log1p((own / _LARGE) ** 2) for own in logs)
+def _losses(steps: Sequence[AnchorStep], times_s: Sequence[float]) -> _Array:
+    """Return Cauchy's loss of each step's predicted seconds."""
+    measured_s = np.array([step.measured_s for step in steps])
+    logs = np.log(measured_s / np.array(times_s))
+    losses: _Array = np.log1p((logs / _LARGE) ** 2)
+    return losses
 
 
 def fitted(model: FactorModel, steps: Sequence[AnchorStep]) -> Factors:

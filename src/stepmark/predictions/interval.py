@@ -4,13 +4,15 @@ Split conformal prediction (Vovk et al., Algorithmic Learning in a Random World,
 errors of predictions like it the ceil((n + 1) * 0.9)-th smallest bounds the next one with a
 probability of at least 0.9, if rows are exchangeable. Fewer than nine rows have no such one.
 Predictions that are mostly too short have an interval with 0.05 on each side by the same rule
-on signed errors, which takes 19 rows.
+on signed errors, which takes 19 rows. It reaches to the prediction, which errors of others
+cannot rule out: that all of their steps took longer says how they ran, not what is possible.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, compress
 from math import ceil, exp, log
+from statistics import median
 
 COVERAGE = 0.9
 _FEWEST = 9  # rows that give an interval of this coverage
@@ -31,13 +33,17 @@ class PastPrediction:
 class Interval:
     """Range in which the step is with a probability of COVERAGE; None: too few rows.
 
-    basis: which predictions the errors are of.
+    basis: which predictions the errors are of. traits: what these have in common with this one.
+    median_ratio: of measured over predicted seconds, where the errors alone have the prediction
+    outside of the range, which then ends at it.
     """
 
     low_s: float | None
     high_s: float | None
     num_rows: int
     basis: str
+    traits: tuple[str, ...] = ()
+    median_ratio: float | None = None
 
     @property
     def is_known(self) -> bool:
@@ -48,7 +54,10 @@ class Interval:
             return f"no interval: {self.num_rows} {self.basis}, {_FEWEST} needed"
         low = self.low_s * 1e3
         high = self.high_s * 1e3
-        return f"{100 * COVERAGE:.0f} % interval {low:.1f} to {high:.1f} ms"
+        text = f"{100 * COVERAGE:.0f} % interval {low:.1f} to {high:.1f} ms"
+        if self.median_ratio is not None:
+            text += f" (the {self.basis} took {self.median_ratio:.2g} x as long in the median)"
+        return text
 
 
 def interval(
@@ -74,7 +83,9 @@ def signed_interval(
     level = (1 + COVERAGE) / 2 * (count + 1) / count
     high = _bound(zip(errors, weights, strict=True), level)
     low = -_bound(((-own, weight) for own, weight in zip(errors, weights, strict=True)), level)
-    return _around(predicted_s, (low, high), count, basis)
+    around = _around(predicted_s, (min(low, 0.0), max(high, 0.0)), count, basis)
+    is_outside = not low <= 0.0 <= high
+    return replace(around, median_ratio=exp(median(errors)) if is_outside else None)
 
 
 def _bound(weighted: Iterable[tuple[float, float]], level: float) -> float:

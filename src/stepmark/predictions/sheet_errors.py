@@ -1,15 +1,16 @@
 """Intervals of predictions by data sheet, from the errors of published steps like them.
 
 The errors are in data/sheet_errors.csv, which validation/sheet_errors.py writes. Steps are
-alike in what bounds them, in whether they are on several hosts, and in their framework; a class
-of fewer than FEWEST steps is part of a larger one, which leaves out the last of these. Each
-source counts as much as another, since steps of one source err alike.
+alike in their share of exposed communication, or in that their host bounds them, and in their
+framework; a class of fewer than FEWEST steps is part of a larger one, without the framework.
+The more of a step is exposed communication, the further off is its prediction. Each source
+counts as much as another, since steps of one source err alike.
 """
 
 import csv
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
@@ -22,7 +23,8 @@ from stepmark.workloads.rules import RULES
 
 FEWEST = 30
 TABLE = "sheet_errors.csv"
-Traits = tuple[str, ...]  # the bound, the hosts, the framework
+Traits = tuple[str, ...]  # what the step waits for, the framework
+_EXPOSED_PCT = (10, 30)  # round numbers that part the shares of exposed communication
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ def read_errors() -> tuple[SheetError, ...]:
             SheetError(
                 source=row["source"],
                 device=row["device"],
-                traits=(row["bound"], row["hosts"], row["framework"]),
+                traits=(row["waits_for"], row["framework"]),
                 log_ratio=float(log_ratio),
             )
             for row in csv.DictReader(file)
@@ -54,18 +56,25 @@ def read_errors() -> tuple[SheetError, ...]:
 def traits_of(prediction: Prediction) -> Traits:
     """Return what a prediction has in common with others of its class."""
     step = prediction.step
-    shares = shares_pct(step.ledger)
-    bound = "computation"
     if step.is_host_bound:
-        bound = HOST
-    elif shares.get(EXPOSED, 0.0) > shares.get(bound, 0.0):
-        bound = "communication"
-    network = prediction.inputs.network
-    per_host = network.gpus_per_host if network else prediction.inputs.num_ranks
-    hosts = "several hosts" if prediction.inputs.num_ranks > per_host else "one host"
+        waits_for = HOST
+    else:
+        waits_for = _range_of(shares_pct(step.ledger).get(EXPOSED, 0.0))
     name = prediction.inputs.workload.rules
     framework = RULES[name].module.partition(".")[0] if name in RULES else name
-    return bound, hosts, framework
+    return waits_for, framework
+
+
+def _range_of(exposed_pct: float) -> str:
+    """Return the range of shares of exposed communication that this one is in."""
+    least, most = _EXPOSED_PCT
+    if exposed_pct < least:
+        share = f"under {least} %"
+    elif exposed_pct < most:
+        share = f"{least} to {most} %"
+    else:
+        share = f"over {most} %"
+    return f"{share} {EXPOSED}"
 
 
 def errors_like(
@@ -80,12 +89,18 @@ def errors_like(
     return errors, ()
 
 
-def interval_by(errors: Sequence[SheetError], predicted_s: float) -> Interval:
-    """Return the interval by errors of published steps, with equal weights of sources."""
+def interval_by(
+    errors: Sequence[SheetError], predicted_s: float, traits: Traits = ()
+) -> Interval:
+    """Return the interval by errors of published steps, with equal weights of sources.
+
+    traits: what the steps have in common with the predicted one.
+    """
     counts = Counter(each.source for each in errors)
     logs = [each.log_ratio for each in errors]
     weights = [1 / (counts[each.source] * len(counts)) for each in errors]
-    return signed_interval(logs, predicted_s, "published steps", weights)
+    interval = signed_interval(logs, predicted_s, "published steps", weights)
+    return replace(interval, traits=traits)
 
 
 def interval_of(
@@ -101,15 +116,17 @@ def interval_of(
     if not (inputs.device and is_on_gpu and is_by_sheet) or prediction.is_lower_bound:
         return None, []
     errors = read_errors()
+    traits: Traits = ()
     if _is_of_family(inputs.device, errors):
-        own, shared = errors_like(errors, traits_of(prediction))
-        note = f"the interval is by the errors of {len(own)} published steps"
-        note += f" of its class: {', '.join(shared)}" if shared else ""
+        errors, traits = errors_like(errors, traits_of(prediction))
+        note = f"the interval is by the errors of {len(errors)} published steps"
+        note += f" of its class: {', '.join(traits)}" if traits else ""
     else:
-        own = errors
         note = f"no published step is of a device like {inputs.device.key}"
-        note += f": the interval is by the errors of all {len(own)} on others"
-    return interval_by(own, prediction.step_s), [note]
+        note += f": the interval is by the errors of all {len(errors)} on others"
+    (source, count), *others = Counter(each.source for each in errors).most_common()
+    note += f" ({count} of {source}, {len(errors) - count} of {len(others)} other sources)"
+    return interval_by(errors, prediction.step_s, traits), [note]
 
 
 def _is_of_family(device: DeviceSpec, errors: Sequence[SheetError]) -> bool:
