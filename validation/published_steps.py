@@ -65,6 +65,7 @@ NAMES = {
 IN_BF16 = "said in bf16 only: "
 ROOMY_GIB = 72.0  # of the 79.6 GiB of an H100: 90 %
 NUM_ANCHORS = 10
+FAR = 2.0  # times as long as the same layout with or without ZeRO-1
 FEWEST_SCORED = 5  # rows of a group that are left when its anchors are drawn
 
 
@@ -277,20 +278,52 @@ def print_playbook(rows: Sequence[Scored]) -> None:
         ranked = f"Spearman {values[-1]:.3f}, roomy {roomy_values[-1]:.3f}"
         print(f"{name}: {ranked}, chosen {chosen:.2f}; step {errors}")
     print(f"median Spearman {median(values):.3f}, roomy {median(roomy_values):.3f}")
+    print_pairs([each for each in said if int(each.row["nodes"]) > 1])
+
+
+def print_pairs(rows: Sequence[Scored]) -> None:
+    """Print how far layouts are apart that differ in the sharding of optimizer states alone.
+
+    Their predictions are nearly equal, so that no prediction explains more of them.
+    """
+    shape = ("model", "nodes", "dp", "tp", "pp", "mbs", "grad_accum")
+    layouts = grouped(rows, lambda row: " ".join(row[name] for name in shape))
+    pairs = [own for own in layouts.values() if len(own) == 2]
+    measured = [_ratio(own.published_s, other.published_s) for own, other in pairs]
+    predicted = [
+        _ratio(own.outcome.step_s, other.outcome.step_s)
+        for own, other in pairs
+        if own.outcome and other.outcome
+    ]
+    far = sorted(ratio for ratio in measured if ratio > FAR)
+    print(
+        f"{len(pairs)} pairs on several nodes with and without ZeRO-1: predicted up to "
+        f"{max(predicted):.2f} x, measured {median(measured):.2f} x in the median; "
+        f"{len(far)} over {FAR:g} x, up to {far[-1]:.1f} x"
+    )
+
+
+def _ratio(own: float, other: float) -> float:
+    return max(own, other) / min(own, other)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnchored:
-    """A row that is predicted by the factors of its group's anchors."""
+    """A row that is predicted by the factors of its group's anchors, and without any."""
 
     published_s: float
     step_s: float
+    without_factors_s: float
     low_s: float
     high_s: float
 
     @property
     def error(self) -> float:
         return self.step_s / self.published_s - 1
+
+    @property
+    def error_before(self) -> float:
+        return self.without_factors_s / self.published_s - 1
 
     @property
     def is_inside(self) -> bool:
@@ -315,8 +348,8 @@ def print_anchors(rows: Iterable[Scored], host: str | None) -> None:
         if len(own) < NUM_ANCHORS + FEWEST_SCORED:
             print(f"{name:37} {len(own):4} too few rows")
             continue
-        before = median(abs(each.error) for each in own)
         anchored, others = with_anchors(name, own, host)
+        before = median(abs(each.error_before) for each in others)
         medians.append(median(abs(each.error) for each in others))
         scored += others
         factors = " ".join(f"{factor:.2f}" for factor in anchored.factors.values())
@@ -363,8 +396,15 @@ def with_anchors(
             interval = anchored.interval(step_s)
             assert interval.low_s is not None
             assert interval.high_s is not None
+            assert each.outcome
             others.append(
-                ScoredAnchored(each.published_s, step_s, interval.low_s, interval.high_s)
+                ScoredAnchored(
+                    published_s=each.published_s,
+                    step_s=step_s,
+                    without_factors_s=each.outcome.step_s,
+                    low_s=interval.low_s,
+                    high_s=interval.high_s,
+                )
             )
     return anchored, others
 

@@ -221,14 +221,26 @@ def test_errors_of_published_steps_are_those_of_todays_predictions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "expected"),
+    ("device", "expected", "traits"),
     [
-        ("h100-sxm", "the interval is by the errors of"),
-        ("b200", "no published step is of a device like b200: the interval is by the errors"),
+        (
+            "h100-sxm",
+            "its class: under 10 % exposed communication, pytorch (all from llm-foundry)",
+            ["under 10 % exposed communication", "pytorch"],
+        ),
+        (
+            "b200",
+            "no published step is of a device like b200: the interval is by the errors",
+            [],
+        ),
     ],
 )
 def test_predictions_by_data_sheet_have_an_interval(
-    device: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    device: str,
+    expected: str,
+    traits: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     answer = tmp_path / "answer.json"
     words = ["--nproc", "8", "--mbs", "2", "--num-layers", "2", "--device", device]
@@ -237,6 +249,8 @@ def test_predictions_by_data_sheet_have_an_interval(
     interval = document["interval"]
     assert interval["low_s"] < interval["high_s"]
     assert interval["num_rows"] >= FEWEST
+    assert interval["traits"] == traits
+    assert interval["median_ratio"] is None
     low, high = 1e3 * interval["low_s"], 1e3 * interval["high_s"]
     printed = capsys.readouterr().out
     first = printed.splitlines()[0]

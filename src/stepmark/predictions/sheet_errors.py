@@ -115,7 +115,7 @@ def interval_of(
     is_by_sheet = set(prediction.sources) <= {Source.SHEET, Source.RULE}
     if not (inputs.device and is_on_gpu and is_by_sheet) or prediction.is_lower_bound:
         return None, []
-    errors = read_errors()
+    errors: Sequence[SheetError] = read_errors()
     traits: Traits = ()
     if _is_of_family(inputs.device, errors):
         errors, traits = errors_like(errors, traits_of(prediction))
@@ -124,9 +124,14 @@ def interval_of(
     else:
         note = f"no published step is of a device like {inputs.device.key}"
         note += f": the interval is by the errors of all {len(errors)} on others"
-    (source, count), *others = Counter(each.source for each in errors).most_common()
-    note += f" ({count} of {source}, {len(errors) - count} of {len(others)} other sources)"
+    note = f"{note} ({_main_source(errors)})"
     return interval_by(errors, prediction.step_s, traits), [note]
+
+
+def _main_source(errors: Sequence[SheetError]) -> str:
+    """Return the source that most errors are from, and how many of them."""
+    ((source, count),) = Counter(each.source for each in errors).most_common(1)
+    return f"{'all' if count == len(errors) else count} from {source}"
 
 
 def _is_of_family(device: DeviceSpec, errors: Sequence[SheetError]) -> bool:
