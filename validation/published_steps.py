@@ -2,7 +2,7 @@
 
     python validation/published_steps.py said      which layouts can be said; why others not
     python validation/published_steps.py steps     error of step times by source and device
-    python validation/published_steps.py playbook  order of the playbook's layouts; pairs of them
+    python validation/published_steps.py playbook  order of the playbook's layouts, their pairs
     python validation/published_steps.py memory    memory of the playbook and of llm-foundry
     python validation/published_steps.py anchors   the same errors with ten anchors of a group
     python validation/published_steps.py           all, fifteen minutes on a core
