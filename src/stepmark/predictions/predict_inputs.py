@@ -22,6 +22,7 @@ from stepmark.model.network_options import NetworkChoice
 from stepmark.model.systems import network_of
 from stepmark.predictions.calibrate import HOST
 from stepmark.predictions.calibration import calibrated, host_of_run, nearest_profile
+from stepmark.predictions.contention import sheet_slowdowns
 from stepmark.predictions.costs import sources
 from stepmark.predictions.hosts import DEFAULT, HostTimes, launch_of, load_hosts
 from stepmark.predictions.inputs import HostOf, Inputs
@@ -100,7 +101,7 @@ def of_training(
     )
     if run is None:
         inputs.check_products()
-        inputs = _with_host(inputs, options)
+        inputs = _with_sheet_slowdowns(_with_host(inputs, options))
     else:
         _refuse_host(options, "the calibration has the host's time")
         inputs = calibrated(inputs, run, force=force)
@@ -132,6 +133,17 @@ def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
         host_s = host_of_run(path, case)
         note = f"host time: the host's part of run {path.name}"
     return replace(inputs, host_s=host_s, host_is_known=True, notes=(*inputs.notes, note))
+
+
+def _with_sheet_slowdowns(inputs: Inputs) -> Inputs:
+    """Return the inputs with what kernels and collectives of NVIDIA's GPUs slow each other."""
+    is_known = inputs.device is not None and inputs.device.vendor == "nvidia"
+    if not is_known or inputs.num_ranks == 1:
+        return inputs
+    slowdowns = sheet_slowdowns()
+    return replace(
+        inputs, compute_slowdown=slowdowns.compute, comm_slowdown=slowdowns.comm
+    )
 
 
 def _run_of_host(runs: Path, name: str) -> Path:
@@ -282,6 +294,7 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
     if path is None:
         if not is_timed:
             inputs.check_products()
+            inputs = _with_sheet_slowdowns(inputs)
         return _with_network(inputs, options)
     inputs = _with_network(calibrated(inputs, path, force=options.force), options)
     return replace(inputs, notes=(*inputs.notes, *_origin_notes(path, here)))

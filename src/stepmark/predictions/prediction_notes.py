@@ -6,6 +6,7 @@ from stepmark.efficiency.kernel_times import kernel_times
 from stepmark.ground.dtypes import DType
 from stepmark.model.device import DeviceSpec
 from stepmark.predictions.inputs import Inputs
+from stepmark.predictions.contention import sheet_slowdowns
 from stepmark.predictions.prediction import Prediction
 from stepmark.timeline.ledger import Group, Work
 from stepmark.timeline.step_cost import Source
@@ -97,13 +98,16 @@ def _source_notes(prediction: Prediction) -> Iterator[str]:
 
 
 def _contention_notes(prediction: Prediction) -> Iterator[str]:
-    """Yield what runs beside communication without a known contention."""
+    """Yield what a data sheet's contention is of, and what has none that is known."""
     inputs = prediction.inputs
-    works = {
-        name
+    overlapped = {
+        Work(name)
         for group, name in prediction.step.ledger.lines
-        if group is Group.OVERLAPPED and Work(name) not in inputs.compute_slowdown
+        if group is Group.OVERLAPPED
     }
+    if overlapped and inputs.device and inputs.comm_slowdown and not inputs.calibration:
+        yield sheet_slowdowns().note(inputs.device)
+    works = overlapped - inputs.compute_slowdown.keys()
     names = [str(work) for work in Work if work in works]
     if works and inputs.comm_slowdown is None:
         names.append("communication")
