@@ -164,13 +164,17 @@ class SheetSlowdowns:
     def comm(self) -> float:
         return self.by_kind[COMM]
 
-    def note(self, device: DeviceSpec) -> str:
-        """Return what slows what, and on which devices this was measured."""
-        factors = ", ".join(f"{kind} {factor:g}" for kind, factor in self.by_kind.items())
-        text = f"where computation and communication overlap, both take longer ({factors})"
-        is_hopper = device.capability == _PROFILED
-        rule = "" if is_hopper else f", a rule for {device.key}"
-        return f"{text}: profiles on H100 and H200{rule}"
+    def note(self, device: DeviceSpec, *, spans_hosts: bool) -> str:
+        """Return what takes longer, and where this was measured."""
+        factors = {**self.by_kind, COMM: 1.0 if spans_hosts else self.comm}
+        times = ", ".join(f"{kind} {factor:g}" for kind, factor in factors.items())
+        text = f"times as long where computation and communication overlap: {times}"
+        text += ", by profiles on H100 and H200"
+        if device.capability != _PROFILED:
+            text += f", which are a rule for {device.key}"
+        if spans_hosts:
+            text += "; communication between hosts counts as not slowed"
+        return text
 
 
 @cache
