@@ -30,7 +30,6 @@ from stepmark.step.trace_ops import OpTable  # noqa: E402
 from stepmark.step.workload import Workload  # noqa: E402
 from stepmark.store.reader import latest, read_records  # noqa: E402
 from stepmark.tables.launches import CommLaunches, pooled  # noqa: E402
-from stepmark.timeline.ledger import Work  # noqa: E402
 from stepmark.timeline.trace_columns import RankInfo, RankTrace  # noqa: E402
 from stepmark.traces.kineto.arrivals import RankParts, rank_parts  # noqa: E402
 from stepmark.traces.kineto.kernels import measured_ops  # noqa: E402
@@ -63,9 +62,9 @@ def slowdowns_of(
     by_rank: Mapping[int, tuple[RankInfo, RankParts]],
     curves: Iterable[Curve],
 ) -> Slowdowns:
-    """Return the slowdowns by kind that ranks of a step tell; those of memory-bound work as one.
+    """Return the slowdowns by kind that ranks of a step tell.
 
-    Kinds of work that count as one are averaged.
+    Kinds of work that memory bounds count as one, which is their mean.
     """
     by_kind: dict[str, list[float]] = {}
     for work, slowdown in contention.contention(tables).slowdown.items():
@@ -82,7 +81,9 @@ def profile(
     options = KernelsOptions(files=tuple(map(str, files)))
     traces = map_traces(options, partial(reduced, workload), shares=False)
     assert traces is not None
-    by_rank = {result.info.rank or 0: (result.info, result.value[1]) for result in traces.results}
+    by_rank = {
+        result.info.rank or 0: (result.info, result.value[1]) for result in traces.results
+    }
     return slowdowns_of([result.value[0] for result in traces.results], by_rank, curves)
 
 

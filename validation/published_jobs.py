@@ -376,11 +376,13 @@ def _fsdp(row: Row) -> dict[str, Any]:
 def _foundry(row: Row) -> dict[str, Any]:
     """Return what llm-foundry's tables differ in: the sharding, and Composer's version.
 
-    Gradients are reduced in bf16 until Composer 0.16.4 (2023-10-11), which the older tables came
-    before (llm-foundry v0.3.0 requires 0.16.3); then in fp32 (Composer d745fcb1, mixed_precision
-    DEFAULT). SHARD_GRAD_OP keeps the weights after the forward pass.
+    mixed_precision DEFAULT reduces gradients in fp32 from Composer 0.16.4 on (d745fcb1,
+    2023-10-10), before in bf16: the older tables are by llm-foundry v0.3.0, which requires
+    0.16.3. SHARD_GRAD_OP keeps the weights after the forward pass.
     """
-    settings: dict[str, Any] = {"trainer": Trainer.LLM_FOUNDRY}
+    is_autocast = "autocast mode amp" in row["notes"]
+    trainer = Trainer.LLM_FOUNDRY if is_autocast else Trainer.LLM_FOUNDRY_BF16
+    settings: dict[str, Any] = {"trainer": trainer}
     if not _is_foundry_2024(row):
         settings["reduce_dtype"] = DType.BF16
     if "SHARD_GRAD_OP" in row["notes"]:

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from stepmark.efficiency.kernel_times import kernel_times
 from stepmark.ground.dtypes import DType
 from stepmark.model.device import DeviceSpec
-from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.contention import sheet_slowdowns
+from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.prediction import Prediction
 from stepmark.timeline.ledger import Group, Work
 from stepmark.timeline.step_cost import Source

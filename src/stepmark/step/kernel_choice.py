@@ -63,10 +63,10 @@ class KernelChoice:
     dropout_of_rows: of probabilities, and before residuals. added_biases: linear layers that
     add their bias in a kernel; summed_biases: whose bias gradient is one. fused_swiglu: one
     kernel per pass. adds_gradients: a kernel adds each weight gradient to its sum, which has
-    sum_bytes an element; adds_table_gradient: that of the embedding. joins_qkv: the gradients of
-    queries, keys and values are joined for the product that made them. unpads: rows are copied
-    to and from fused attention as if there were padding. loss_metrics: losses without
-    gradients that a trainer's metrics compute from the logits.
+    sum_bytes an element; adds_table_gradient: that of the embedding. joins_qkv: the gradients
+    of queries, keys and values are joined for the product that made them. unpads: rows are
+    copied to and from fused attention as if there were padding. loss_metrics: losses without
+    gradients that a trainer's metrics compute from the logits, in fp32 with wide_metrics.
     """
 
     stores_scores: bool = False
@@ -84,6 +84,7 @@ class KernelChoice:
     joins_qkv: bool = False
     unpads: bool = False
     loss_metrics: int = 0
+    wide_metrics: bool = True
 
 
 def memory_kernel(name: str, num_bytes: int) -> Kernel:
@@ -256,17 +257,11 @@ def gradient_sum(numel: int, size: int, choice: KernelChoice) -> Kernel:
     return memory_kernel("gradient_add", numel * (size + 2 * choice.sum_bytes))
 
 
-def loss_module(op: CrossEntropy, loss: Loss, num_metrics: int = 0) -> Module:
-    """Return the loss by its kernels; those of a divided vocabulary have copies in fp32.
-
-    num_metrics: losses beside it, each a cast of the logits and a log_softmax in fp32.
-    """
+def loss_module(op: CrossEntropy, choice: KernelChoice) -> Module:
+    """Return the loss by its kernels; those of a divided vocabulary have copies in fp32."""
+    loss = choice.loss
     if loss is Loss.ONE_KERNEL:
-        elements = op.tokens * op.vocab
-        cast = memory_kernel("cast", elements * (op.dtype.itemsize + _FP32))
-        metric = (cast, memory_kernel("log_softmax", 2 * elements * _FP32))
-        metrics = [(Phase.FWD, kernel) for kernel in metric * num_metrics]
-        return between("loss", *both(op), *metrics)
+        return between("loss", *both(op), *_metrics(op, choice))
     is_fused = loss is Loss.VOCAB_PARALLEL_FUSED
     logits = op.tokens * op.vocab
     size = op.dtype.itemsize
@@ -289,3 +284,13 @@ def loss_module(op: CrossEntropy, loss: Loss, num_metrics: int = 0) -> Module:
         work=work_of("loss", *kernels, *((Phase.BWD, kernel) for kernel in backward)),
         is_module=False,
     )
+
+
+def _metrics(op: CrossEntropy, choice: KernelChoice) -> Iterator[_Work]:
+    """Yield torch's cross_entropy for each metric, which autocast runs in fp32."""
+    logits = op.tokens * op.vocab
+    size = _FP32 if choice.wide_metrics else op.dtype.itemsize
+    for _ in range(choice.loss_metrics):
+        if size != op.dtype.itemsize:
+            yield Phase.FWD, memory_kernel("cast", logits * (op.dtype.itemsize + size))
+        yield Phase.FWD, memory_kernel("log_softmax", 2 * logits * size)

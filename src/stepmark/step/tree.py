@@ -164,7 +164,7 @@ class TreeBuilder:
         inside = (
             replace(norm, keeps=SavedTensors(whole=width)),
             replace(head, keeps=SavedTensors(whole=width)),
-            loss_module(loss, self.kernels.loss, self.kernels.loss_metrics),
+            loss_module(loss, self.kernels),
         )
         return self._trained(Module(name="output", inside=tuple(map(_in_output, inside))))
 

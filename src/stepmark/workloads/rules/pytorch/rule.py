@@ -106,7 +106,7 @@ def _technique(settings: PyTorch) -> Technique:
         lora=settings.lora,
         loss_chunks=settings.loss_chunks,
         kernels=settings.kernels,
-        fuses_optimizer=settings.trainer is not Trainer.LLM_FOUNDRY,
+        fuses_optimizer=settings.trainer is Trainer.STEPMARK,
     )
 
 

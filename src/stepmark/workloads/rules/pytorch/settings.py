@@ -34,6 +34,7 @@ class Trainer(StrEnum):
     # 0.16.3 and 0.17.2, trainer/trainer.py (_eval_train_metrics), metrics/nlp.py
     # (LanguageCrossEntropy, LanguagePerplexity) and optim/decoupled_weight_decay.py.
     LLM_FOUNDRY = "llm-foundry"
+    LLM_FOUNDRY_BF16 = "llm-foundry-bf16"  # Composer's precision bf16: without autocast
 
 
 # Linear layers of MPT, whose biases' gradients are sums over rows (no_bias is false).
@@ -115,7 +116,7 @@ class PyTorch:
     )
     trainer: Trainer = setting(
         Trainer.STEPMARK,
-        "stepmark, or llm-foundry: a loop of kernels as optimizer, metrics of training",
+        "stepmark; llm-foundry or llm-foundry-bf16: kernels of its optimizer and metrics",
     )
     compile: CompileScope = setting(
         CompileScope.NONE, "torch.compile of: none, block, layers, loss or model"
@@ -202,6 +203,7 @@ class PyTorch:
             joins_qkv=self.fuse_qkv,
             unpads=self.attention_backend is AttentionKernel.FLASH,
             loss_metrics=2,
+            wide_metrics=self.trainer is Trainer.LLM_FOUNDRY,
         )
 
     @property
