@@ -33,9 +33,9 @@ _KNOWN = 0.1  # of overlapped time: if less of it is known, the mean is not
 KINDS = {
     Work.MATMUL: "products",
     Work.ATTENTION: "attention",
-    Work.ELEMENTWISE: "memory",
-    Work.LOSS: "memory",
-    Work.OPTIMIZER: "memory",
+    Work.ELEMENTWISE: "memory-bound",
+    Work.LOSS: "memory-bound",
+    Work.OPTIMIZER: "memory-bound",
 }
 COMM = "communication"
 _PROFILED = (9, 0)  # compute capability of the profiled devices
@@ -168,8 +168,8 @@ class SheetSlowdowns:
         """Return what takes longer, and where this was measured."""
         factors = {**self.by_kind, COMM: 1.0 if spans_hosts else self.comm}
         times = ", ".join(f"{kind} {factor:g}" for kind, factor in factors.items())
-        text = f"times as long where computation and communication overlap: {times}"
-        text += ", by profiles on H100 and H200"
+        text = "computation and communication that overlap take longer by factors of profiles"
+        text += f" on H100 and H200 ({times})"
         if device.capability != _PROFILED:
             text += f", which are a rule for {device.key}"
         if spans_hosts:
