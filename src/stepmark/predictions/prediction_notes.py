@@ -101,9 +101,7 @@ def _contention_notes(prediction: Prediction) -> Iterator[str]:
     """Yield what a data sheet's contention is of, and what has none that is known."""
     inputs = prediction.inputs
     overlapped = {
-        Work(name)
-        for group, name in prediction.step.ledger.lines
-        if group is Group.OVERLAPPED
+        Work(name) for group, name in prediction.step.ledger.lines if group is Group.OVERLAPPED
     }
     is_by_sheet = inputs.compute_slowdown and not inputs.calibration
     if overlapped and is_by_sheet and inputs.device:
