@@ -26,6 +26,7 @@ from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp8Format, Fp8Re
 from stepmark.workloads.rules.megatron.pipeline_layout import written
 from stepmark.workloads.rules.megatron.settings import AttentionBackend, Granularity
 from stepmark.workloads.rules.pytorch.schedules import Schedule
+from stepmark.workloads.rules.pytorch.settings import Trainer
 
 DATA = Path(__file__).parent / "data"
 
@@ -261,7 +262,7 @@ def _kind(row: Row) -> dict[str, Any]:
     if name.startswith("Nemotron"):
         return gelu
     positions = {"max_positions": int(row["seq"]), "tied_embeddings": True}
-    return {**gelu, **positions, "linear_bias": not name.startswith("MPT")}
+    return {**gelu, **positions, "linear_bias": True}
 
 
 def _megatron(row: Row) -> dict[str, Any]:
@@ -350,8 +351,8 @@ def _fsdp(row: Row) -> dict[str, Any]:
     """Return the settings of PyTorch's rules. Composer reduces after every micro-batch.
 
     llm-foundry trains without dropout; its loss is flash-attn's fused one, its norms are in
-    bf16 (8c8dd48, scripts/train/README.md: fused_crossentropy; low_precision_layernorm).
-    torchtitan compiles blocks where it says so.
+    bf16 (8c8dd48, scripts/train/README.md: fused_crossentropy; low_precision_layernorm). Its
+    parameters are counted with biases. torchtitan compiles blocks where it says so.
     """
     is_foundry = row.get("source", "") == "llm-foundry"
     is_compiled = "compile" in row.get("techniques", "")
@@ -367,7 +368,31 @@ def _fsdp(row: Row) -> dict[str, Any]:
         settings |= {"pp_schedule": Schedule.INTERLEAVED, "pp_stages": int(row["vpp"])}
     if "async TP" in row.get("techniques", ""):
         settings["async_tp"] = True
+    if is_foundry:
+        settings |= _foundry(row)
     return settings
+
+
+def _foundry(row: Row) -> dict[str, Any]:
+    """Return what llm-foundry's tables differ in: the sharding, and Composer's version.
+
+    mixed_precision DEFAULT reduces gradients in fp32 from Composer 0.16.4 on (d745fcb1,
+    2023-10-10), before in bf16: the older tables are by llm-foundry v0.3.0, which requires
+    0.16.3. SHARD_GRAD_OP keeps the weights after the forward pass.
+    """
+    is_autocast = "autocast mode amp" in row["notes"]
+    trainer = Trainer.LLM_FOUNDRY if is_autocast else Trainer.LLM_FOUNDRY_BF16
+    settings: dict[str, Any] = {"trainer": trainer}
+    if not _is_foundry_2024(row):
+        settings["reduce_dtype"] = DType.BF16
+    if "SHARD_GRAD_OP" in row["notes"]:
+        settings["reshard_after_forward"] = "no"
+    return settings
+
+
+def _is_foundry_2024(row: Row) -> bool:
+    """Return whether a row is of the table of 128 GPUs and more (5e85bd6, 2024-01)."""
+    return row["gpu_type"].startswith("H100") and int(row["gpus"]) >= 128
 
 
 def _foundry_attention(row: Row) -> AttentionKernel:
@@ -375,10 +400,10 @@ def _foundry_attention(row: Row) -> AttentionKernel:
 
     scripts/train/benchmarking/submit_benchmarks.py: triton, FlashAttention's first version, by
     default (300cc5c, 2023-05; b2a43a1, 2023-10). The table of 128 GPUs and more came with
-    flash-attn 2.4.2 and attn_impl flash (5e85bd6, 2024-01).
+    flash-attn 2.4.2, for all but two models (5e85bd6, 2024-01, sweep.py: attn_impl).
     """
-    is_new = row["gpu_type"].startswith("H100") and int(row["gpus"]) >= 128
-    return AttentionKernel.FLASH if is_new else AttentionKernel.FLASH1
+    is_triton = row["model"] in ("MPT-13b", "MPT-30b") or not _is_foundry_2024(row)
+    return AttentionKernel.FLASH1 if is_triton else AttentionKernel.FLASH
 
 
 def _deepspeed(_row: Row) -> dict[str, Any]:

@@ -90,8 +90,15 @@ def test_a_prediction_has_the_measured_contention(factor: float) -> None:
         data_parallel=DataParallel.FSDP,
     )
     works = dict.fromkeys(Work, factor)
-    alone = of_training(case, None, "NVIDIA H200")
-    inputs = replace(alone, gap_s=0.0, compute_slowdown=works, comm_slowdown=factor)
+    by_sheet = of_training(case, None, "NVIDIA H200")
+    alone = replace(by_sheet, compute_slowdown={}, comm_slowdown=None)
+    inputs = replace(
+        alone,
+        calibration="run",
+        gap_s=0.0,
+        compute_slowdown=works,
+        comm_slowdown=factor,
+    )
     prediction = predict(inputs)
     step = prediction.step
     beside = step.ledgers[0].total(Group.OVERLAPPED) * 1e-9

@@ -256,7 +256,7 @@ def test_tokens_are_those_of_an_optimizer_step(run: Predict, words: str, schedul
     _, document, _ = run(f"{SHEET} {words}{schedule}")
     assert document["tokens"] == 128 * 8192
     assert document["tokens_per_s"] == document["tokens"] / document["step_s"]
-    assert 50 < document["mfu_pct"] < 70
+    assert 45 < document["mfu_pct"] < 70
 
 
 def test_a_step_in_fp8_names_its_peak_and_has_casts(run: Predict) -> None:

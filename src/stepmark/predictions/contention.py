@@ -2,15 +2,22 @@
 
 Work that takes a seconds alone takes a / (1 - q f) if it is beside other work for the share f
 of this time, which slows it by 1 / (1 - q). Equal work with different shares tells q.
+
+Where no step was profiled, slowdowns are those of profiles of data/contention.toml, which tell
+no device from another.
 """
 
+import tomllib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
 from statistics import median
 from typing import NamedTuple
 
 from stepmark.cases.comm_curve import Curve
+from stepmark.model.device import DeviceSpec
 from stepmark.step.trace_ops import COMPUTE, MeasuredOp, OpTable
 from stepmark.timeline.ledger import Work, work_of_key
 from stepmark.timeline.trace_columns import RankInfo
@@ -22,6 +29,16 @@ _SPREAD = 0.25  # of the shares of equal work, from which its contention is know
 _LEAST = -0.2
 _MOST = 0.9
 _KNOWN = 0.1  # of overlapped time: if less of it is known, the mean is not
+# Names in contention.toml, which has one slowdown for all work that memory bounds.
+KINDS = {
+    Work.MATMUL: "products",
+    Work.ATTENTION: "attention",
+    Work.ELEMENTWISE: "memory-bound",
+    Work.LOSS: "memory-bound",
+    Work.OPTIMIZER: "memory-bound",
+}
+COMM = "communication"
+_PROFILED = (9, 0)  # compute capability of the profiled devices
 
 
 class Sample(NamedTuple):
@@ -131,3 +148,38 @@ def comm_slowdown(
                 samples.append(Sample((*name, size), *times))
                 scaled.append(samples[-1])
     return slowdown(samples, fit([*scaled, *alone]))
+
+
+@dataclass(frozen=True, slots=True)
+class SheetSlowdowns:
+    """Slowdowns where no step was profiled, by their names in contention.toml."""
+
+    by_kind: Mapping[str, float]
+
+    @property
+    def compute(self) -> Mapping[Work, float]:
+        return {work: self.by_kind[kind] for work, kind in KINDS.items()}
+
+    @property
+    def comm(self) -> float:
+        return self.by_kind[COMM]
+
+    def note(self, device: DeviceSpec, *, spans_hosts: bool) -> str:
+        """Return what takes longer, and where this was measured."""
+        factors = {**self.by_kind, COMM: 1.0 if spans_hosts else self.comm}
+        times = ", ".join(f"{kind} {factor:g}" for kind, factor in factors.items())
+        text = "computation and communication that overlap take longer by factors of profiles"
+        text += f" on H100 and H200 ({times})"
+        if device.capability != _PROFILED:
+            text += f", which are a rule for {device.key}"
+        if spans_hosts:
+            text += "; communication between hosts counts as not slowed"
+        return text
+
+
+@cache
+def sheet_slowdowns() -> SheetSlowdowns:
+    """Return the slowdowns of profiles on H100 and H200, whatever the device."""
+    text = files("stepmark").joinpath("data", "contention.toml").read_text(encoding="utf-8")
+    slowdown = tomllib.loads(text)["slowdown"]
+    return SheetSlowdowns({kind: slowdown[kind] for kind in (*KINDS.values(), COMM)})

@@ -22,11 +22,13 @@ from stepmark.model.network_options import NetworkChoice
 from stepmark.model.systems import network_of
 from stepmark.predictions.calibrate import HOST
 from stepmark.predictions.calibration import calibrated, host_of_run, nearest_profile
+from stepmark.predictions.comm import CommCosts
+from stepmark.predictions.contention import sheet_slowdowns
 from stepmark.predictions.costs import sources
 from stepmark.predictions.hosts import DEFAULT, HostTimes, launch_of, load_hosts
 from stepmark.predictions.inputs import HostOf, Inputs
 from stepmark.predictions.predict_options import PredictOptions
-from stepmark.step.workload import Workload
+from stepmark.step.workload import Group, Workload
 from stepmark.store.reader import find_run, list_runs, read_info, read_records
 from stepmark.training import train_plan
 from stepmark.training.train_options import TrainOptions, given_options, options_of
@@ -106,9 +108,10 @@ def of_training(
         inputs = calibrated(inputs, run, force=force)
     if options is None:
         with contextlib.suppress(ConfigError):  # of a device without a usual network
-            return _with_network(inputs, None)
-        return inputs
-    return _with_network(inputs, options)
+            inputs = _with_network(inputs, None)
+    else:
+        inputs = _with_network(inputs, options)
+    return inputs if run else _with_sheet_slowdowns(inputs)
 
 
 def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
@@ -132,6 +135,24 @@ def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
         host_s = host_of_run(path, case)
         note = f"host time: the host's part of run {path.name}"
     return replace(inputs, host_s=host_s, host_is_known=True, notes=(*inputs.notes, note))
+
+
+def _with_sheet_slowdowns(inputs: Inputs) -> Inputs:
+    """Return the inputs with what kernels and collectives of NVIDIA's GPUs slow each other.
+
+    Collectives were profiled inside a host; the network bounds those between hosts.
+    """
+    is_known = inputs.device is not None and inputs.device.vendor == "nvidia"
+    if not is_known or inputs.num_ranks == 1:
+        return inputs
+    slowdowns = sheet_slowdowns()
+    all_ranks = Group(digits=((inputs.num_ranks, 1),))
+    spans_hosts = CommCosts(inputs.curves, inputs.network).joins_hosts(all_ranks)
+    return replace(
+        inputs,
+        compute_slowdown=slowdowns.compute,
+        comm_slowdown=None if spans_hosts else slowdowns.comm,
+    )
 
 
 def _run_of_host(runs: Path, name: str) -> Path:
@@ -280,9 +301,10 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
     else:
         inputs = _with_host(inputs, options)
     if path is None:
-        if not is_timed:
-            inputs.check_products()
-        return _with_network(inputs, options)
+        if is_timed:
+            return _with_network(inputs, options)
+        inputs.check_products()
+        return _with_sheet_slowdowns(_with_network(inputs, options))
     inputs = _with_network(calibrated(inputs, path, force=options.force), options)
     return replace(inputs, notes=(*inputs.notes, *_origin_notes(path, here)))
 

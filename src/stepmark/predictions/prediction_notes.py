@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from stepmark.efficiency.kernel_times import kernel_times
 from stepmark.ground.dtypes import DType
 from stepmark.model.device import DeviceSpec
+from stepmark.predictions.contention import sheet_slowdowns
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.prediction import Prediction
 from stepmark.timeline.ledger import Group, Work
@@ -97,15 +98,17 @@ def _source_notes(prediction: Prediction) -> Iterator[str]:
 
 
 def _contention_notes(prediction: Prediction) -> Iterator[str]:
-    """Yield what runs beside communication without a known contention."""
+    """Yield what a data sheet's contention is of, and what has none that is known."""
     inputs = prediction.inputs
-    works = {
-        name
-        for group, name in prediction.step.ledger.lines
-        if group is Group.OVERLAPPED and Work(name) not in inputs.compute_slowdown
+    overlapped = {
+        Work(name) for group, name in prediction.step.ledger.lines if group is Group.OVERLAPPED
     }
+    is_by_sheet = inputs.compute_slowdown and not inputs.calibration
+    if overlapped and is_by_sheet and inputs.device:
+        yield sheet_slowdowns().note(inputs.device, spans_hosts=inputs.comm_slowdown is None)
+    works = overlapped - inputs.compute_slowdown.keys()
     names = [str(work) for work in Work if work in works]
-    if works and inputs.comm_slowdown is None:
+    if works and inputs.comm_slowdown is None and not is_by_sheet:
         names.append("communication")
     if names:
         text = "the contention between computation and communication was not measured"

@@ -63,7 +63,10 @@ class KernelChoice:
     dropout_of_rows: of probabilities, and before residuals. added_biases: linear layers that
     add their bias in a kernel; summed_biases: whose bias gradient is one. fused_swiglu: one
     kernel per pass. adds_gradients: a kernel adds each weight gradient to its sum, which has
-    sum_bytes an element; adds_table_gradient: that of the embedding.
+    sum_bytes an element; adds_table_gradient: that of the embedding. joins_qkv: the gradients
+    of queries, keys and values are joined for the product that made them. unpads: rows are
+    copied to and from fused attention as if there were padding. loss_metrics: losses without
+    gradients that a trainer's metrics compute from the logits, in fp32 with wide_metrics.
     """
 
     stores_scores: bool = False
@@ -78,6 +81,10 @@ class KernelChoice:
     adds_table_gradient: bool = False
     sum_bytes: int = _FP32
     loss: Loss = Loss.ONE_KERNEL
+    joins_qkv: bool = False
+    unpads: bool = False
+    loss_metrics: int = 0
+    wide_metrics: bool = True
 
 
 def memory_kernel(name: str, num_bytes: int) -> Kernel:
@@ -137,21 +144,53 @@ def stored_scores(
 
 def with_transposes(core: Module, op: Attention) -> Module:
     """Return fused attention that copies its inputs and its output to another layout."""
+    inputs, output = _attention_bytes(op)
+    name = "transpose"
+    before, after = memory_kernel(name, 2 * inputs), memory_kernel(name, 2 * output)
+    return _with_copies(core, forward=(before, after), backward=(after, before))
+
+
+def without_padding(core: Module, op: Attention) -> Module:
+    """Return fused attention on rows that are selected before it and scattered after it.
+
+    What is scattered is zeroed first: flash-attn 2.4.2, bert_padding.py (IndexFirstAxis,
+    IndexPutFirstAxis).
+    """
+    inputs, output = _attention_bytes(op)
+    forward = memory_kernel("select", 2 * inputs), memory_kernel("scatter", 3 * output)
+    backward = memory_kernel("select", 2 * output), memory_kernel("scatter", 3 * inputs)
+    return _with_copies(core, forward=forward, backward=backward)
+
+
+def with_joined_gradients(core: Module, op: Attention) -> Module:
+    """Return attention after whose backward pass the gradients of its inputs are joined."""
+    inputs, _ = _attention_bytes(op)
+    joined = replace(core.bwd[-1], op=memory_kernel("concatenate", 2 * inputs))
+    return replace(core, work=(*core.work, joined))
+
+
+def _attention_bytes(op: Attention) -> tuple[int, int]:
+    """Return the bytes of attention's inputs and of its output."""
     rows = op.batch * op.seq_q * op.dtype.itemsize
     inputs = rows * (op.heads * op.head_dim_qk + op.kv_heads * (op.head_dim_qk + op.head_dim_v))
-    output = rows * op.heads * op.head_dim_v
+    return inputs, rows * op.heads * op.head_dim_v
 
-    def transpose(phase: Phase, num_bytes: int) -> ComputeOp:
-        kernel = memory_kernel("transpose", 2 * num_bytes)
+
+def _with_copies(
+    core: Module, *, forward: tuple[Kernel, Kernel], backward: tuple[Kernel, Kernel]
+) -> Module:
+    """Return a module with a kernel before and one after the work of each pass."""
+
+    def copy(kernel: Kernel, phase: Phase) -> ComputeOp:
         return replace(core.work[0], op=kernel, phase=phase)
 
     work = (
-        transpose(Phase.FWD, inputs),
+        copy(forward[0], Phase.FWD),
         *core.fwd,
-        transpose(Phase.FWD, output),
-        transpose(Phase.BWD, output),
+        copy(forward[1], Phase.FWD),
+        copy(backward[0], Phase.BWD),
         *core.bwd,
-        transpose(Phase.BWD, inputs),
+        copy(backward[1], Phase.BWD),
     )
     return replace(core, work=work)
 
@@ -218,10 +257,11 @@ def gradient_sum(numel: int, size: int, choice: KernelChoice) -> Kernel:
     return memory_kernel("gradient_add", numel * (size + 2 * choice.sum_bytes))
 
 
-def loss_module(op: CrossEntropy, loss: Loss) -> Module:
+def loss_module(op: CrossEntropy, choice: KernelChoice) -> Module:
     """Return the loss by its kernels; those of a divided vocabulary have copies in fp32."""
+    loss = choice.loss
     if loss is Loss.ONE_KERNEL:
-        return between("loss", *both(op))
+        return between("loss", *both(op), *_metrics(op, choice))
     is_fused = loss is Loss.VOCAB_PARALLEL_FUSED
     logits = op.tokens * op.vocab
     size = op.dtype.itemsize
@@ -244,3 +284,13 @@ def loss_module(op: CrossEntropy, loss: Loss) -> Module:
         work=work_of("loss", *kernels, *((Phase.BWD, kernel) for kernel in backward)),
         is_module=False,
     )
+
+
+def _metrics(op: CrossEntropy, choice: KernelChoice) -> Iterator[_Work]:
+    """Yield torch's cross_entropy for each metric, which autocast runs in fp32."""
+    logits = op.tokens * op.vocab
+    size = _FP32 if choice.wide_metrics else op.dtype.itemsize
+    for _ in range(choice.loss_metrics):
+        if size != op.dtype.itemsize:
+            yield Phase.FWD, memory_kernel("cast", logits * (op.dtype.itemsize + size))
+        yield Phase.FWD, memory_kernel("log_softmax", 2 * logits * size)

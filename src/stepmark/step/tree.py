@@ -35,7 +35,9 @@ from stepmark.step.kernel_choice import (
     stored_scores,
     swiglu,
     with_dropout,
+    with_joined_gradients,
     with_transposes,
+    without_padding,
 )
 from stepmark.step.layout import (
     Inputs,
@@ -162,7 +164,7 @@ class TreeBuilder:
         inside = (
             replace(norm, keeps=SavedTensors(whole=width)),
             replace(head, keeps=SavedTensors(whole=width)),
-            loss_module(loss, self.kernels.loss),
+            loss_module(loss, self.kernels),
         )
         return self._trained(Module(name="output", inside=tuple(map(_in_output, inside))))
 
@@ -290,8 +292,13 @@ class TreeBuilder:
         )
         fused = replace(between("attention.core", *both(core)), keeps=keeps)
         # Context parallelism exchanges keys and values in the layout that they have.
-        is_transposed = self.kernels.batch_first and cp == 1
-        yield with_transposes(fused, core) if is_transposed else fused
+        if self.kernels.batch_first and cp == 1:
+            fused = with_transposes(fused, core)
+        if self.kernels.unpads:
+            fused = without_padding(fused, core)
+        if self.kernels.joins_qkv:
+            fused = with_joined_gradients(fused, core)
+        yield fused
 
     def _mlp(self, linears: list[Linear], *, is_shared: bool = False) -> tuple[Module, ...]:
         *ups, down = (self.linear(linear, role_of(linear.name)) for linear in linears)

@@ -16,7 +16,7 @@ from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, Job, check_single, plain_settings, refuse_first
 from stepmark.workloads.rules.pytorch.ddp import Reducer
 from stepmark.workloads.rules.pytorch.fsdp import sharding_of
-from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds
+from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds, Trainer
 from stepmark.workloads.rules.pytorch.step import build
 from stepmark.workloads.rules.pytorch.technique import Technique
 from stepmark.workloads.rules.pytorch.units import groups_of
@@ -105,6 +105,8 @@ def _technique(settings: PyTorch) -> Technique:
         pp_split=settings.pp_split,
         lora=settings.lora,
         loss_chunks=settings.loss_chunks,
+        kernels=settings.kernels,
+        fuses_optimizer=settings.trainer is Trainer.STEPMARK,
     )
 
 
@@ -119,6 +121,7 @@ def _check_chunks(job: AnyJob, settings: PyTorch) -> None:
         (job.parallel.tp > 1, "loss_chunks", chunks, "1 with tp"),
         (has_head, "loss_chunks", chunks, "1 with a head in fp8"),
         (is_adapted, "loss_chunks", chunks, "1 with an adapted head"),
+        (settings.kernels.loss_metrics, "loss_chunks", chunks, "1 with metrics of a trainer"),
         (
             isinstance(job, Job) and job.tokens % chunks,
             "loss_chunks",

@@ -13,6 +13,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import MIB
 from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan
+from stepmark.step.kernel_choice import KernelChoice
 from stepmark.step.lora import ADAPTABLE, Lora
 from stepmark.workloads.job import check_at_least, check_trained, setting
 from stepmark.workloads.rules.pytorch.schedules import Schedule
@@ -23,6 +24,21 @@ _BUCKETS = {"data_parallel": (DataParallel.DDP,)}
 _WHOLE = {"data_parallel": (DataParallel.DDP, DataParallel.NONE)}  # weights of a rank
 _REDUCED = {"data_parallel": (DataParallel.FSDP, DataParallel.DDP)}
 _DIVIDED = {"data_parallel": (DataParallel.FSDP, DataParallel.NONE)}  # by tp or pp
+
+
+class Trainer(StrEnum):
+    """Trainer whose kernels run."""
+
+    STEPMARK = "stepmark"  # stepmark train: a fused optimizer
+    # v0.3.0 and 5e85bd6, models/layers/attention.py and models/mpt/modeling_mpt.py; Composer
+    # 0.16.3 and 0.17.2, trainer/trainer.py (_eval_train_metrics), metrics/nlp.py
+    # (LanguageCrossEntropy, LanguagePerplexity) and optim/decoupled_weight_decay.py.
+    LLM_FOUNDRY = "llm-foundry"
+    LLM_FOUNDRY_BF16 = "llm-foundry-bf16"  # Composer's precision bf16: without autocast
+
+
+# Linear layers of MPT, whose biases' gradients are sums over rows (no_bias is false).
+_MPT_BIASES = frozenset(("attention.qkv", "attention.out", "mlp.up", "mlp.down"))
 
 
 class StageEnds(StrEnum):
@@ -98,6 +114,10 @@ class PyTorch:
     attention_backend: AttentionKernel = setting(
         AttentionKernel.AUTO, "auto, flash (FlashAttention-2, also on Hopper) or flash1"
     )
+    trainer: Trainer = setting(
+        Trainer.STEPMARK,
+        "stepmark; llm-foundry or llm-foundry-bf16: kernels of its optimizer and metrics",
+    )
     compile: CompileScope = setting(
         CompileScope.NONE, "torch.compile of: none, block, layers, loss or model"
     )
@@ -172,6 +192,19 @@ class PyTorch:
             return None
         names = (name.strip() for name in self.lora_targets.split(","))
         return Lora(rank=self.lora_rank, targets=frozenset(filter(None, names)))
+
+    @property
+    def kernels(self) -> KernelChoice:
+        """Kernels of the trainer. llm-foundry unpads rows for flash-attn, not for Triton."""
+        if self.trainer is Trainer.STEPMARK:
+            return KernelChoice()
+        return KernelChoice(
+            summed_biases=_MPT_BIASES,
+            joins_qkv=self.fuse_qkv,
+            unpads=self.attention_backend is AttentionKernel.FLASH,
+            loss_metrics=2,
+            wide_metrics=self.trainer is Trainer.LLM_FOUNDRY,
+        )
 
     @property
     def data_axis(self) -> str:

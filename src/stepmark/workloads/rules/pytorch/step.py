@@ -327,6 +327,7 @@ def _chunks(
         apart=technique.sharding is not None and job.parallel.ep > 1,
         lora=technique.lora,
         loss_chunks=technique.loss_chunks,
+        kernels=technique.kernels,
     )
     kinds: dict[bool, Unit] = {}
     for moe in (False, True):
@@ -453,8 +454,27 @@ def update(job: AnyJob, technique: Technique, chunks: list[Chunk], comms: Comms)
             _computed("clip", Kernel(name="scale", flops=0, bytes_moved=2 * num_bytes))
         )
     items += summed("update")
-    adam = Optimizer(num_params=max(1, size), kind="adamw", dtype=technique.weights)
-    return (*items, _computed("update", adam), *_scales(technique, trained, reduce))
+    items += _updates(max(1, size), technique)
+    return (*items, *_scales(technique, trained, reduce))
+
+
+# Kernels of torch's loop over parameters (DecoupledAdamW of Composer 0.16.3), and the planes of
+# parameters that each reads and writes: moments, their corrected quotient, weights.
+_ADAMW = (
+    *(("mul", 2), ("add", 3), ("mul", 2), ("addcmul", 3)),
+    *(("sqrt", 2), ("div", 2), ("add", 2), ("addcdiv", 4)),
+)
+
+
+def _updates(size: int, technique: Technique) -> Iterator[Item]:
+    """Yield the kernels of AdamW over so many parameters."""
+    if technique.fuses_optimizer:
+        adam = Optimizer(num_params=size, kind="adamw", dtype=technique.weights)
+        yield _computed("update", adam)
+        return
+    for name, planes in _ADAMW:
+        num_bytes = planes * size * technique.weights.itemsize
+        yield _computed("update", Kernel(name=name, flops=0, bytes_moved=num_bytes))
 
 
 def _scales(

@@ -9,6 +9,7 @@ from stepmark.cases.training import Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Gemm, GroupedGemm, Norm
 from stepmark.model.parallel import StageSplit, TpPlan
+from stepmark.step.kernel_choice import KernelChoice
 from stepmark.step.lora import Lora
 from stepmark.step.workload import Block, ComputeOp, Operation
 from stepmark.workloads.architecture import Unit
@@ -53,6 +54,8 @@ class Technique:
     setup: "Callable[[Chunk], Block] | None" = None
     lora: Lora | None = None
     loss_chunks: int = 1
+    kernels: KernelChoice = KernelChoice()
+    fuses_optimizer: bool = True
 
     @property
     def has_masters(self) -> bool:

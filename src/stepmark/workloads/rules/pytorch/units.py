@@ -15,6 +15,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Phase, Scaling
 from stepmark.model.parallel import TpPlan
+from stepmark.step.kernel_choice import KernelChoice
 from stepmark.step.layout import FUSED
 from stepmark.step.lora import Lora
 from stepmark.step.module import TOGETHER, Module
@@ -110,11 +111,13 @@ class UnitBuilder:
     fused: frozenset[str] = FUSED["train"]
     lora: Lora | None = None
     loss_chunks: int = 1
+    kernels: KernelChoice = KernelChoice()
 
     @property
     def _tree(self) -> TreeBuilder:
         whole = self.plan is TpPlan.WHOLE
-        return self.job.tree("train", whole_loss=whole, fused=self.fused, lora=self.lora)
+        tree = self.job.tree("train", whole_loss=whole, fused=self.fused, lora=self.lora)
+        return replace(tree, kernels=self.kernels)
 
     def embedding(self) -> Unit:
         """Return the lookup, whose rows are summed over tp for all tokens or this rank's."""
