@@ -6,14 +6,13 @@ collectives of a group call are one Call. Equal blocks share both.
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from stepmark.cases.message import SEND
 from stepmark.predictions.free_steps import FreeSteps
 from stepmark.predictions.program import Program
-from stepmark.predictions.regions import Region, expanded
-from stepmark.predictions.step_events import Simulator
+from stepmark.predictions.regions import Region, expanded, with_items
+from stepmark.predictions.step_events import Lane, Simulator
 from stepmark.predictions.works import Call, Clock, Part, Placed, Segment
 from stepmark.step.workload import (
     COMPUTE,
@@ -208,7 +207,12 @@ class Compiler:
         free = FreeSteps([program])
         free.run(1)
         (lane,) = free.lanes
-        return Region(placed, lane.ends[0], partial(free.recorded, lane, 0))
+
+        def run_alone() -> Lane:
+            free.record(lane, 0)
+            return with_items(lane)
+
+        return Region(placed, lane.ends[0], run_alone)
 
     def _continues(self, last: Operation, item: Operation) -> bool:
         if isinstance(item, CommOp):

@@ -3,8 +3,8 @@
 Work that takes a seconds alone takes a / (1 - q f) if it is beside other work for the share f
 of this time, which slows it by 1 / (1 - q). Equal work with different shares tells q.
 
-Where no step was profiled, slowdowns are those of profiles of data/contention.toml, which tell
-no device from another.
+By data sheet, slowdowns on the devices of a profiled one's units are those of
+data/contention.toml; others have none that is known.
 """
 
 import tomllib
@@ -38,7 +38,7 @@ KINDS = {
     Work.OPTIMIZER: "memory-bound",
 }
 COMM = "communication"
-_PROFILED = (9, 0)  # compute capability of the profiled devices
+_PROFILED = "nvidia", (9, 0)  # vendor and compute capability of the profiled devices
 
 
 class Sample(NamedTuple):
@@ -164,22 +164,25 @@ class SheetSlowdowns:
     def comm(self) -> float:
         return self.by_kind[COMM]
 
-    def note(self, device: DeviceSpec, *, spans_hosts: bool) -> str:
+    def note(self, *, spans_hosts: bool) -> str:
         """Return what takes longer, and where this was measured."""
         factors = {**self.by_kind, COMM: 1.0 if spans_hosts else self.comm}
         times = ", ".join(f"{kind} {factor:g}" for kind, factor in factors.items())
         text = "computation and communication that overlap take longer by factors of profiles"
         text += f" on H100 and H200 ({times})"
-        if device.capability != _PROFILED:
-            text += f", which are a rule for {device.key}"
         if spans_hosts:
             text += "; communication between hosts counts as not slowed"
         return text
 
 
+def is_profiled(device: DeviceSpec) -> bool:
+    """Return whether a device like it was profiled."""
+    return (device.vendor, device.capability) == _PROFILED
+
+
 @cache
 def sheet_slowdowns() -> SheetSlowdowns:
-    """Return the slowdowns of profiles on H100 and H200, whatever the device."""
+    """Return the slowdowns of profiles on H100 and H200."""
     text = files("stepmark").joinpath("data", "contention.toml").read_text(encoding="utf-8")
     slowdown = tomllib.loads(text)["slowdown"]
     return SheetSlowdowns({kind: slowdown[kind] for kind in (*KINDS.values(), COMM)})

@@ -5,13 +5,10 @@ are computed one by one in issue order instead of as events in time (step_events
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from stepmark.predictions.program import Program
-from stepmark.predictions.regions import Region, expanded
 from stepmark.predictions.step_events import Lane, Meetings, Step, host_start
 from stepmark.predictions.works import Busy, Call, Segment
 
@@ -52,7 +49,7 @@ class FreeSteps:
         ]
         self._durations = [[*map(_alone_s, program.works)] for program in programs]
         self._meetings = Meetings[_Side]()
-        self._recorded = dict[int, Lane]()
+        self._recorded = set[int]()
 
     def run(self, num_steps: int) -> bool:
         """Run so many steps; False: stages wait for one another."""
@@ -71,15 +68,23 @@ class FreeSteps:
                 lane.unfinished.append(step.num_left)
         return True
 
-    def recorded(self, lane: Lane, number: int) -> Lane:
-        """Return a stage with the items of its Regions, and what ran in a step."""
-        if lane.stage not in self._recorded:
-            self._recorded[lane.stage] = _Expansion(lane, number).lane
-        return self._recorded[lane.stage]
-
-    def overlaps(self) -> bool:
-        """Return whether messages of a stage move while it computes, or after its step."""
-        return any(map(_overlaps, self.lanes))
+    def record(self, lane: Lane, number: int) -> None:
+        """Record the computation of a stage's step, and its calls without other stages."""
+        if lane.stage in self._recorded:
+            return
+        self._recorded.add(lane.stage)
+        works = lane.program.works
+        lane.busy = [
+            Busy(number, item, own, begin, begin + own.total_s, 0.0, own.total_s, False)
+            for item in lane.program.queues[0]
+            if isinstance(work := works[item], Segment) and work.total_s
+            for own, begin in _computed(lane, lane.steps[number], item, work)
+        ]
+        alone = [i for i, _ in lane.program.calls if self._durations[lane.stage][i] is not None]
+        for step in lane.steps:
+            for item in alone:
+                lane.sent.append((step.starts[item], step.ends[item]))
+                lane.moved[step.number, item] = step.starts[item]
 
     def _pass(self, lane: Lane) -> Iterator[int]:
         """Compute a step in issue order. Yield how many items were, before one that waits."""
@@ -160,93 +165,6 @@ def _alone_s(work: Segment | Call) -> float | None:
     if any(part.key is not None for part in work.parts):
         return None
     return max(part.time_s for part in work.parts)
-
-
-def _overlaps(lane: Lane) -> bool:
-    program = lane.program
-    if any(lane.unfinished):
-        return True
-    for step in lane.steps:
-        queue = [item for item in program.queues[0] if isinstance(program.works[item], Segment)]
-        starts = [step.starts[item] for item in queue]
-        for item, _ in program.calls:
-            start = lane.moved.get((step.number, item), step.starts[item])
-            last = bisect_left(starts, step.ends[item]) - 1  # that began before its end
-            if program.streams[item] and last >= 0 and step.ends[queue[last]] > start:
-                return True
-    return False
-
-
-class _Expansion:
-    """A stage with the items of its Regions. lane: with what ran in a step."""
-
-    def __init__(self, lane: Lane, number: int) -> None:
-        self._of = lane
-        program = lane.program
-        pairs = zip(program.works, program.offsets, strict=True)
-        items = [[*expanded((work, *offset))] for work, offset in pairs]
-        self._firsts = [0, *accumulate(map(len, items))]
-        placed = [each for own in items for each in own]
-        streams = [0] * len(placed)  # nothing asks for them
-        whole = Program(placed, streams, [()] * len(placed), {})
-        whole.bounds = [self._firsts[bound] for bound in program.bounds]
-        self.lane = Lane(lane.stage, whole, lane.has_host)
-        self.lane.ends = lane.ends
-        self.lane.unfinished = lane.unfinished
-        self.lane.sent = [*lane.sent]
-        self.lane.moved = {
-            (step, self._firsts[item]): time_s for (step, item), time_s in lane.moved.items()
-        }
-        for step in lane.steps:
-            self.lane.steps.append(self._step(step))
-        self._compute(lane.steps[number])
-
-    def _step(self, step: Step) -> Step:
-        """Return a step with times of the items of its Regions; record its calls."""
-        starts = list[float]()
-        ends = list[float]()
-        times = zip(self._of.program.works, step.starts, step.ends, strict=True)
-        for item, (work, start, end) in enumerate(times):
-            if isinstance(work, Region):
-                alone = work.lane
-                starts += [start + own for own in alone.steps[0].starts]
-                ends += [start + own for own in alone.steps[0].ends]
-                self.lane.sent += [(start + own, start + last) for own, last in alone.sent]
-                for (number, own), moved in alone.moved.items():
-                    if not number:
-                        self.lane.moved[step.number, self._firsts[item] + own] = start + moved
-                continue
-            starts.append(start)
-            ends.append(end)
-            if isinstance(work, Call) and _alone_s(work) is not None:
-                self.lane.sent.append((start, end))
-                self.lane.moved[step.number, self._firsts[item]] = start
-        return Step(step.number, step.host_start, [], starts, ends, step.num_left)
-
-    def _compute(self, step: Step) -> None:
-        """Record the computation of a step."""
-        busy = self.lane.busy
-        for item in self._of.program.queues[0]:
-            work = self._of.program.works[item]
-            first = self._firsts[item]
-            start = step.starts[item]
-            if isinstance(work, Region):
-                busy += [
-                    own._replace(
-                        step=step.number,
-                        item=first + own.item,
-                        start=start + own.start,
-                        end=start + own.end,
-                    )
-                    for own in work.lane.busy
-                    if not own.step
-                ]
-            elif isinstance(work, Segment) and work.total_s:
-                for own, begin in _computed(self._of, step, item, work):
-                    end = begin + own.total_s
-                    busy.append(
-                        Busy(step.number, first, own, begin, end, 0.0, own.total_s, False)
-                    )
 
 
 def _computed(

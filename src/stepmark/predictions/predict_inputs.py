@@ -23,7 +23,7 @@ from stepmark.model.systems import network_of
 from stepmark.predictions.calibrate import HOST
 from stepmark.predictions.calibration import calibrated, host_of_run, nearest_profile
 from stepmark.predictions.comm import CommCosts
-from stepmark.predictions.contention import sheet_slowdowns
+from stepmark.predictions.contention import is_profiled, sheet_slowdowns
 from stepmark.predictions.costs import sources
 from stepmark.predictions.hosts import DEFAULT, HostTimes, launch_of, load_hosts
 from stepmark.predictions.inputs import HostOf, Inputs
@@ -138,12 +138,11 @@ def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
 
 
 def _with_sheet_slowdowns(inputs: Inputs) -> Inputs:
-    """Return the inputs with what kernels and collectives of NVIDIA's GPUs slow each other.
+    """Return the inputs with how much kernels and collectives slow each other, where known.
 
     Collectives were profiled inside a host; the network bounds those between hosts.
     """
-    is_known = inputs.device is not None and inputs.device.vendor == "nvidia"
-    if not is_known or inputs.num_ranks == 1:
+    if inputs.device is None or not is_profiled(inputs.device) or inputs.num_ranks == 1:
         return inputs
     slowdowns = sheet_slowdowns()
     all_ranks = Group(digits=((inputs.num_ranks, 1),))

@@ -104,8 +104,8 @@ def _contention_notes(prediction: Prediction) -> Iterator[str]:
         Work(name) for group, name in prediction.step.ledger.lines if group is Group.OVERLAPPED
     }
     is_by_sheet = inputs.compute_slowdown and not inputs.calibration
-    if overlapped and is_by_sheet and inputs.device:
-        yield sheet_slowdowns().note(inputs.device, spans_hosts=inputs.comm_slowdown is None)
+    if overlapped and is_by_sheet:
+        yield sheet_slowdowns().note(spans_hosts=inputs.comm_slowdown is None)
     works = overlapped - inputs.compute_slowdown.keys()
     names = [str(work) for work in Work if work in works]
     if works and inputs.comm_slowdown is None and not is_by_sheet:

@@ -1,9 +1,13 @@
 """Regions: parts of a program that begin and end with computation, simulated once."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 
-from stepmark.predictions.step_events import Lane
+from stepmark.predictions.program import Program
+from stepmark.predictions.step_events import Lane, Step
 from stepmark.predictions.works import Placed, Segment
 from stepmark.step.workload import COMPUTE
 
@@ -22,6 +26,7 @@ class Region(Segment):
         works = [work for work, _, _ in placed]
         self.placed = placed
         self.total_s = total_s
+        self.ends = self.slowed = [0.0, total_s]
         self._run_alone = run_alone
         self.streams = {work.ops[0].stream for work in works} - {COMPUTE}
         for work in works:
@@ -47,3 +52,92 @@ def expanded(placed: Placed) -> Iterator[Placed]:
         return
     for each, own, mb in work.placed:
         yield from expanded((each, layer + own, microbatch + mb))
+
+
+def meets(lane: Lane, kind: type[Segment]) -> bool:
+    """Return whether messages beside the computation move while works of a kind run."""
+    program = lane.program
+    items = [item for item in program.queues[0] if isinstance(program.works[item], kind)]
+    times = sorted(
+        (step.starts[item], _end(step, item))
+        for step in lane.steps
+        for item in items
+        if not math.isnan(step.starts[item])
+    )
+    starts = [start for start, _ in times]
+    for step in lane.steps:
+        for item, _ in program.calls:
+            if not program.streams[item] or math.isnan(step.starts[item]):
+                continue
+            moved = lane.moved.get((step.number, item), step.starts[item])
+            last = bisect_left(starts, _end(step, item)) - 1  # that began before its end
+            if last >= 0 and times[last][1] > moved:
+                return True
+    return False
+
+
+def _end(step: Step, item: int) -> float:
+    """Return when an item ends; infinity: it runs."""
+    end = step.ends[item]
+    return math.inf if math.isnan(end) else end
+
+
+def with_items(lane: Lane) -> Lane:
+    """Return a stage with the items of its Regions, and what ran."""
+    program = lane.program
+    if not any(isinstance(work, Region) for work in program.works):
+        return lane
+    pairs = zip(program.works, program.offsets, strict=True)
+    items = [[*expanded((work, *offset))] for work, offset in pairs]
+    firsts = [0, *accumulate(map(len, items))]
+    placed = [each for own in items for each in own]
+    # Nothing asks for streams and for what waits.
+    whole = Program(placed, [0] * len(placed), [()] * len(placed), {})
+    whole.bounds = [firsts[bound] for bound in program.bounds]
+    new = Lane(lane.stage, whole, lane.has_host, ends=lane.ends, unfinished=lane.unfinished)
+    new.sent = lane.transferred
+    new.moved = {(step, firsts[item]): time_s for (step, item), time_s in lane.moved.items()}
+    new.busy = [
+        each._replace(item=firsts[each.item])
+        for each in lane.busy
+        if not isinstance(program.works[each.item], Region)
+    ]
+    for step in lane.steps:
+        times = list[tuple[float, float]]()
+        for first, work, start, end in zip(
+            firsts, program.works, step.starts, step.ends, strict=False
+        ):
+            if isinstance(work, Region):
+                times += _place(new, work.lane, step.number, first, start)
+            else:
+                times.append((start, end))
+        starts, ends = map(list, zip(*times, strict=True))
+        new.steps.append(Step(step.number, step.host_start, [], starts, ends, step.num_left))
+    return new
+
+
+def _place(
+    lane: Lane, alone: Lane, step: int, first: int, start: float
+) -> Iterator[tuple[float, float]]:
+    """Yield the times of a Region's items; record in a stage what ran. start: NaN: not yet.
+
+    first: of the items in the stage.
+    """
+    own = alone.steps[0]
+    yield from ((start + a, start + b) for a, b in zip(own.starts, own.ends, strict=True))
+    if math.isnan(start):
+        return
+    lane.busy += [
+        each._replace(
+            step=step, item=first + each.item, start=start + each.start, end=start + each.end
+        )
+        for each in alone.busy
+        if not each.step
+    ]
+    ended = alone.ends[0]
+    lane.sent += [(start + a, start + b) for a, b in alone.sent if a < ended]
+    lane.moved |= {
+        (step, first + item): start + time_s
+        for (number, item), time_s in alone.moved.items()
+        if not number
+    }

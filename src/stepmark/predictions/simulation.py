@@ -15,6 +15,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.predictions.compiler import Compiler
 from stepmark.predictions.free_steps import FreeSteps, is_serial
 from stepmark.predictions.program import Program
+from stepmark.predictions.regions import Region, meets, with_items
 from stepmark.predictions.stage_times import seconds_of, spans
 from stepmark.predictions.step_events import MOST_STEPS, Lane, Simulator, Step
 from stepmark.predictions.works import Call, Clock, Segment
@@ -97,16 +98,27 @@ def _simulated(
 
     hosts: stages whose hosts are not ahead of their devices.
     """
-    contention = costs.has_contention
-    if not contention or (len(workload.stages) > 1 and not hosts):
-        compiled = programs(joins=not hosts)
-        free = FreeSteps(compiled, hosts)
-        if is_serial(compiled) and free.run(1) and not (contention and free.overlaps()):
+    if not costs.has_contention:
+        free = FreeSteps(compiled := programs(joins=not hosts), hosts)
+        if is_serial(compiled) and free.run(1):
+            return _steady(workload, free, num_omitted)
+    elif len(workload.stages) > 1 and not hosts and is_serial(compiled := programs(joins=True)):
+        free = FreeSteps(compiled)
+        if free.run(1) and not _meet(free, Segment):
             step = _steady(workload, free, num_omitted)
-            if not (contention and free.overlaps()):
+            if not _meet(free, Segment):
                 return step
+        events = Simulator(compiled, costs.comm_slowdown)
+        step = _steady(workload, events, num_omitted)
+        if not _meet(events, Region):
+            return step
     simulator = Simulator(programs(joins=False), costs.comm_slowdown, hosts)
     return _steady(workload, simulator, num_omitted)
+
+
+def _meet(simulator: Simulator | FreeSteps, kind: type[Segment]) -> bool:
+    """Return whether messages move beside computation of a kind, which they would slow."""
+    return any(meets(lane, kind) for lane in simulator.lanes)
 
 
 def _steady(
@@ -297,8 +309,8 @@ class SteadyStep:
     def _recorded(self, lane: Lane) -> Lane:
         """Return a stage with what ran on it."""
         if isinstance(self.simulator, FreeSteps):
-            return self.simulator.recorded(lane, self.number)
-        return lane
+            self.simulator.record(lane, self.number)
+        return with_items(lane)
 
     def _part(self, lane: Lane) -> tuple[Ledger, int]:
         """Return `_ledger` of a stage, which takes long the first time."""
