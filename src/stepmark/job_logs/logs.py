@@ -236,6 +236,7 @@ class LogReport:
             [line for source in self.sources for line in source.endings],
             "; ".join(filter(None, [*summaries, self.verdicts, self._left_out])),
             is_ended=self.options.ended,
+            headline="; ".join(source.headline for source in self.sources if source.headline),
         )
 
     @property
