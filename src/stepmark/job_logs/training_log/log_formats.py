@@ -13,6 +13,8 @@ from stepmark.ground.units import GIB
 # Patterns of figures, in whose first group that matches the figure is, and its unit in SI.
 Figures = Mapping[str, tuple[re.Pattern[str], float]]
 
+BRIDGE = "Megatron-Bridge"
+
 # Digits are limited, so that a line of a million digits costs nothing.
 _PLAIN = r"[+-]?(?:\d{1,18}(?:,\d{3}){0,6}(?:\.\d{0,18})?|nan|inf)(?:[eE][+-]?\d{1,3})?"
 _N = f"({_PLAIN})"
@@ -95,7 +97,7 @@ FORMATS = (
         facts=_MEGATRON_FACTS,
     ),
     LogFormat(
-        trainer="Megatron-Bridge",
+        trainer=BRIDGE,
         source="NVIDIA-NeMo/Megatron-Bridge, training/utils/train_utils.py, training_log",
         marks=("Step Time : ",),
         figures=_figures(

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from stepmark.ground.errors import ConfigError
+from stepmark.job_logs.training_log.log_formats import BRIDGE
 from stepmark.job_logs.training_log.step_lines import LoggedStep, StepLines, read_step_lines
 
 # A time between two readings of a clock counts where it is so many times the clock's unit.
@@ -52,6 +53,11 @@ class TrainingLog:
     remark: str = ""
 
     @property
+    def tokens(self) -> int | None:
+        """Tokens of a step, those of the last one; None where the log does not state them."""
+        return tokens_of(self.facts, self.steps[-1].batch)
+
+    @property
     def costs(self) -> list[float]:
         """Seconds of each step; where they are unknown, of one token of a GPU or a sample."""
         if self.unit == SECONDS:
@@ -67,15 +73,14 @@ def read_training_log(path: Path) -> TrainingLog:
 
 def log_of(path: Path, readers: Sequence[StepLines]) -> TrainingLog:
     """Return the steps in these lines of a file. Raises ConfigError as read_training_log."""
-    if not any(own.steps for own in readers):
+    with_steps = [own for own in readers if own.steps]
+    if not with_steps:
         raise ConfigError("file", path, f"a log of a trainer{_refusal(readers)}")
     # Megatron-Bridge's first rank prints a time without a number, its last rank the whole line.
-    best = max(readers, key=lambda own: (own.log_format.has_numbers, _most(own)))
+    best = max(with_steps, key=lambda own: (own.log_format.has_numbers, _most(own)))
     log = _log(path, best)
-    bridge = [
-        own for own in readers if own.log_format.trainer == "Megatron-Bridge" and own.steps
-    ]
-    return replace(log, trainer=bridge[0].log_format.trainer) if bridge else log
+    is_bridge = any(own.log_format.trainer == BRIDGE for own in with_steps)
+    return replace(log, trainer=BRIDGE) if is_bridge else log
 
 
 def _refusal(readers: Sequence[StepLines]) -> str:
@@ -205,7 +210,7 @@ def _completed(step: LoggedStep, facts: LogFacts) -> LoggedStep:
     """Return the step with what follows from its figures and the facts without rounding."""
     figures = asdict(step)
     batch = step.batch or facts.batch
-    tokens = facts.tokens or (batch * facts.seq_len if batch and facts.seq_len else None)
+    tokens = tokens_of(facts, step.batch)
     ranks = facts.num_ranks
     if figures["tokens_per_s"] is None and step.tokens_per_s_gpu and ranks:
         figures["tokens_per_s"] = step.tokens_per_s_gpu * ranks
@@ -216,6 +221,14 @@ def _completed(step: LoggedStep, facts: LogFacts) -> LoggedStep:
     if step.tokens_per_s_gpu is None and figures["tokens_per_s"] and ranks:
         figures["tokens_per_s_gpu"] = figures["tokens_per_s"] / ranks
     return LoggedStep(**figures)
+
+
+def tokens_of(facts: LogFacts, batch: float | None) -> int | None:
+    """Return the tokens of a step. batch: as its line states it."""
+    batch = batch or facts.batch
+    if facts.tokens or not batch or not facts.seq_len:
+        return facts.tokens
+    return round(batch) * facts.seq_len
 
 
 def _step_s(
