@@ -36,17 +36,19 @@ from stepmark.job_logs.job_output import is_job_output
 from stepmark.job_logs.job_output.lines import has_nccl_line
 from stepmark.job_logs.job_output.steps import UNCERTAIN
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
+from stepmark.job_logs.log_options import TrainingView
 from stepmark.job_logs.nccl_log import looks_like_log, read_log
 from stepmark.job_logs.nccl_log.diagnosis import diagnose
 from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.job_logs.nccl_log.start_rules import healthy_facts
 from stepmark.job_logs.ras_report import looks_like_ras, read_ras
 from stepmark.job_logs.reports import ras_findings
-from stepmark.job_logs.training_log import training_log_text
+from stepmark.job_logs.training_log import training_flops, training_log_text
 from stepmark.job_logs.training_log.steady_state import steady_state
 from stepmark.job_logs.training_log.step_lines import read_step_lines
 from stepmark.job_logs.training_log.training_log import TrainingLog, log_of
 from stepmark.tables.row_tables import LEAD
+from stepmark.tables.table import Table
 from stepmark.text_tables import looks_like_tables
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table
 
@@ -266,7 +268,7 @@ class Source:
     by_curve: dict[str, float | int] | None = None  # totals of expected times
 
 
-def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
+def read_sources(inputs: Inputs, num_ranks: int | None, training: TrainingView) -> list[Source]:
     """Read one source per kind of file. Raises ConfigError.
 
     Messages of two kinds may be of one job, so they are never added; a log and dumps are taken
@@ -299,7 +301,7 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
         by_kind[INSPECTOR] = _inspector(paths[INSPECTOR])
     sources = list(by_kind.values())
     if inputs.training or inputs.unread_steps:
-        sources.insert(0, _training(inputs))
+        sources.insert(0, _training(inputs, training))
     if num_ranks is None:
         return sources
     return [
@@ -328,7 +330,7 @@ def _log(facts: LogFacts, stalls: JobStalls, paths: Sequence[Path]) -> Source:
     )
 
 
-def _training(inputs: Inputs) -> Source:
+def _training(inputs: Inputs, options: TrainingView) -> Source:
     """Return the steps of the file with most of them: others are of other ranks or starts."""
     unread = [
         Finding(
@@ -349,9 +351,14 @@ def _training(inputs: Inputs) -> Source:
         )
     log = max(inputs.training, key=lambda own: len(own.steps))
     steady = steady_state(log)
+    flops: Rows = []
+    if options.model:
+        flops = training_flops.flops_rows(log, steady, options.model, options.device)
     lines = [*training_log_text.lines(log, steady)]
     if others := len(inputs.training) - 1:
         lines.insert(1, f"{'':<{LEAD}}{plural(others, 'file')} with fewer steps left out")
+    if flops:
+        lines += ["", *Table(flops, training_flops.COLUMNS).text()]
     return Source(
         kind=TRAINING,
         files=(log.file,),
@@ -364,6 +371,7 @@ def _training(inputs: Inputs) -> Source:
             ("training", [training_log_text.summary_row(log, steady)]),
             ("parts", training_log_text.part_rows(log, steady)),
             ("steps", training_log_text.step_rows(log, steady)),
+            ("flops", flops),
         ),
     )
 

@@ -95,16 +95,19 @@ def figure_of_log(path: Path, field: str) -> Figure:
 def _read_figure(text: str, field: str) -> Figure:
     if Path(text).is_file():
         return figure_of_log(Path(text), field)
-    if "tok" not in text.lower():
-        return Figure(parse_duration(text, field), "s")
     match = _RATE.fullmatch(text.strip())
     try:
-        rate = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
-    except ValueError:
+        if not match:
+            return Figure(parse_duration(text, field), "s")
+        rate = float(match[1]) * _SCALES[match[2].lower()]
+    except (ConfigError, ValueError):
         rate = 0.0
     if not match or not 0 < rate < 1e15:
-        allowed = "a step's time such as 14.7s, a rate: 9800tokens/s/GPU, or a training log"
-        raise ConfigError(field, text, allowed)
+        allowed = (
+            "a step's time such as 14.7s, a rate: 9800tokens/s, 9800tokens/s/GPU, or a "
+            "training log that exists"
+        )
+        raise ConfigError(field, text, allowed) from None
     return Figure(rate, "tokens/s/GPU" if match[3] else "tokens/s")
 
 
@@ -133,7 +136,7 @@ class MeasuredStep:
         """Return the measured step as plain data; peak: FLOP/s of a rank."""
         rate = tokens / num_ranks if tokens else None
         rows = []
-        for name, per_token in conventions(flops).items():
+        for name, per_token in (flops.by_convention() if flops else {}).items():
             of_peak = peak and rate and 100 * rate * per_token / peak
             rows.append(
                 {
@@ -153,20 +156,6 @@ class MeasuredStep:
             "factors": {**self.factors},
             "interval_s": self.interval_s,
         }
-
-
-def conventions(flops: TokenFlops | None) -> dict[str, float]:
-    """Return the FLOPs of a token by convention, those that are defined."""
-    if flops is None:
-        return {}
-    of_all = {
-        "causal": flops.causal,
-        "torchtitan": flops.torchtitan,
-        "palm-all": flops.palm_all,
-        "6n": flops.six_n,
-        "hfu": flops.hfu,
-    }
-    return {name: per_token for name, per_token in of_all.items() if per_token is not None}
 
 
 def factor_for(step_s: Callable[[float], float], measured_s: float) -> float | None:

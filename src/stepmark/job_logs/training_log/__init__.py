@@ -3,5 +3,6 @@
 - log_formats.py: what each trainer prints, one entry per format.
 - step_lines.py, training_log.py: the steps and the facts of a file.
 - steady_state.py: warm-up, median, outliers, trend.
+- training_flops.py: FLOP/s and MFU of a known model.
 - training_log_text.py: the answer, tables and findings.
 """

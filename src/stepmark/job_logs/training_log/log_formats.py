@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stepmark.ground.units import GIB
+from stepmark.ground.units import GIB, MIB
 
 # Patterns of figures, in whose first group that matches the figure is, and its unit in SI.
 Figures = Mapping[str, tuple[re.Pattern[str], float]]
@@ -84,6 +84,8 @@ _MEGATRON = _figures(
     learning_rate=rf"(?<!decoupled )learning rate: {_N} \|",
 )
 _MEGATRON_FACTS = _figures(
+    {"memory_bytes": MIB},
+    memory_bytes=rf" memory \(MB\) \|.{{1,80}} max reserved: {_N}(?: \||$)",
     num_ranks=rf"using world size: {_WHOLE}, data-parallel",
     seq_len=rf"\bseq_length(?: \.{{3,}}|:) {_WHOLE}$",
 )
@@ -93,7 +95,7 @@ FORMATS = (
         source="NVIDIA/Megatron-LM, megatron/training/training.py, training_log",
         marks=("elapsed time per iteration (ms): ",),
         figures=_MEGATRON,
-        fact_marks=("using world size: ", "seq_length"),
+        fact_marks=("using world size: ", "seq_length", " memory (MB) | "),
         facts=_MEGATRON_FACTS,
     ),
     LogFormat(

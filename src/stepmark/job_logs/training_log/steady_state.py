@@ -4,7 +4,7 @@ Warm-up: the first line, and as many as stats.steady_from leaves out (MSER) of c
 limited to outliers' bounds. Outliers: further from the median than 5 standard deviations by the
 median absolute deviation, and than 2 %. The interval of the median and the test of the trend
 (Mann and Kendall; slope by Theil and Sen) count as many independent steps as an autoregression
-with the autocorrelation of neighbours has: n (1 - r) / (1 + r).
+with the autocorrelation r of neighbours has: n (1 - r) / (1 + r).
 """
 
 import math
@@ -131,10 +131,13 @@ def _trend(numbers: Sequence[int], costs: Sequence[float]) -> float | None:
             sign += (later_y > y) - (later_y < y)
             if later_x > x:
                 slopes.append((later_y - y) / (later_x - x))
-    correlation = _autocorrelation(_limited([cost for _, cost in points]))
+    if not slopes:
+        return None
+    slope = median(slopes)
+    # A trend is itself a correlation of neighbours (Hamed and Rao, J. Hydrology 204, 1998).
+    correlation = _autocorrelation(_limited([y - slope * x for x, y in points]))
     variance = n * (n - 1) * (2 * n + 5) / 18 * (1 + correlation) / (1 - correlation)
     p = 2 * (1 - NormalDist().cdf(max(0, abs(sign) - 1) / math.sqrt(variance)))
-    if not slopes or p > _TREND_P:
-        return None
-    slope = median(slopes) / median(costs)
-    return 1000 * slope if abs(slope) * (numbers[-1] - numbers[0]) >= _LEAST_TREND else None
+    change = slope / median(costs)
+    is_certain = p <= _TREND_P and abs(change) * (numbers[-1] - numbers[0]) >= _LEAST_TREND
+    return 1000 * change if is_certain else None

@@ -124,14 +124,14 @@ class StepLines:
         return LoggedStep(number=number, line=line, **figures)  # type: ignore[arg-type]
 
     def _read_facts(self, text: str) -> None:
-        for name, (pattern, _) in self.log_format.facts.items():
+        for name, (pattern, unit) in self.log_format.facts.items():
             if match := pattern.search(text):
                 value = match[match.lastindex or 0]
                 # Ranks may be stated as the degrees of their mesh.
                 self.facts[name] = (
                     math.prod(map(int, _INTEGER.findall(value)))
                     if name == "num_ranks"
-                    else number_of(value)
+                    else number_of(value) * unit
                 )
 
 

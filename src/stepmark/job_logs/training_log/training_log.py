@@ -21,13 +21,17 @@ SAMPLES = "samples/s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFacts:
-    """What a log states of its job; None: it does not. batch: sequences of a step."""
+    """What a log states of its job; None: it does not.
+
+    batch: sequences of a step. memory_bytes: reserved at most, of the rank that states it.
+    """
 
     num_ranks: int | None = None
     batch: int | None = None
     seq_len: int | None = None
     tokens: int | None = None  # of a step
     parameters: int | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

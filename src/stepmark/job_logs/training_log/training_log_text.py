@@ -6,7 +6,8 @@ from dataclasses import asdict
 from statistics import median
 
 from stepmark.findings.finding import Evidence, Finding, Severity
-from stepmark.ground.units import format_time
+from stepmark.ground.units import format_bytes, format_time
+from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.job_logs.training_log.steady_state import SteadyState
 from stepmark.job_logs.training_log.step_lines import LoggedStep
 from stepmark.job_logs.training_log.training_log import SECONDS, TrainingLog
@@ -43,9 +44,11 @@ _NAMES = {
 
 def headline(log: TrainingLog, steady: SteadyState) -> str:
     """Return the answer: the time of a step or a rate, its noise, throughput and outliers."""
-    what = f"median of {steady.num_lines} lines, {steady.num_steps} steps"
+    what = f"median of {plural(steady.num_lines, 'line')}"
+    if steady.num_steps != steady.num_lines:
+        what += f", {steady.num_steps} steps,"
     if steady.is_steady:
-        what += f", after {steady.num_warmup} of warm-up"
+        what += f" after {steady.num_warmup} of warm-up"
     else:
         what += " of the second half: it never becomes steady"
     low, high = (_cost_text(log, cost) for cost in steady.quartiles)
@@ -90,11 +93,12 @@ def _facts(log: TrainingLog, steady: SteadyState) -> Iterator[str]:
     words = [f"{log.trainer}, steps {first.number} to {last.number}"]
     if log.num_ranks_logged > 1:
         words.append(f"lines of {log.num_ranks_logged} ranks, of which one counts")
-    words += [f"{facts.num_ranks} GPUs"] if facts.num_ranks else []
+    words += [plural(facts.num_ranks, "GPU")] if facts.num_ranks else []
     batch = next((own.batch for own in reversed(log.steps) if own.batch), facts.batch)
     words += [f"global batch {batch:g}"] if batch else []
     words += [f"sequences of {facts.seq_len}"] if facts.seq_len else []
     words += [f"{facts.parameters / 1e9:.4g} B parameters"] if facts.parameters else []
+    words += [f"{format_bytes(facts.memory_bytes)} reserved"] if facts.memory_bytes else []
     yield f"{'training':<{LEAD}}{', '.join(words)}"
     times = [f"times {log.time_from}"]
     span = max(own.span for own in log.steps)
