@@ -1,4 +1,4 @@
-"""stepmark logs: NCCL logs, flight-recorder dumps, inspector lines and tables of results."""
+"""stepmark logs: training and NCCL logs, flight-recorder dumps, inspector lines, tables."""
 
 import sys
 from collections import Counter
