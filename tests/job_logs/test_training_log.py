@@ -93,6 +93,26 @@ def test_a_log_that_is_cut_gives_right_figures_or_none(
 
 
 @NAMED
+def test_the_last_line_may_be_cut_anywhere(version: Version, tmp_path: Path) -> None:
+    steps = known_steps(seed=12, count=3)
+    text = "\n".join([*lines_of(version, steps), ""]).encode()
+    for num_lost in range(1, 50):
+        check(read(tmp_path, text[:-num_lost]), version, steps)
+
+
+def test_a_step_has_no_figures_of_the_next_whose_first_line_is_lost(tmp_path: Path) -> None:
+    version = next(own for own in VERSIONS if own.name == "composer")
+    steps = known_steps(seed=13, count=9)
+    lines = lines_of(version, steps)
+    lines.remove("[batch=5/9000]:")
+    rate = BATCH / steps[3].step_s
+    lines.remove(f"\t Train throughput/samples_per_sec: {rate:.4f}")
+    log = read(tmp_path, "\n".join([*lines, ""]))
+    assert [own.number for own in log.steps] == [1, 2, 3, 6, 7, 8, 9]
+    check(log, version, steps)
+
+
+@NAMED
 @given(seed=st.integers(0, 2**32))
 def test_other_output_between_lines_changes_nothing(
     version: Version, seed: int, tmp_path_factory: pytest.TempPathFactory

@@ -94,7 +94,7 @@ class Basis:
         rare=True,
     )
     measured: MeasuredFigure | None = flag(
-        "compare with a measured step, its tokens/s, its tokens/s/GPU or a log"
+        "compare with a measured step: its time, 9800tokens/s/GPU or a log"
     )
     force: bool = flag(
         "use a calibration of another device or version", default=False, rare=True

@@ -75,13 +75,13 @@ class LogFormat:
 
 _MEGATRON = _figures(
     {"step_s": 1e-3},
-    number=rf"\biteration +{_WHOLE}/ *\d",
+    number=rf" iteration +{_WHOLE}/ *\d",
     step_s=rf"elapsed time per iteration \(ms\): {_N} \|",
     tflops_gpu=rf"throughput per GPU \(TFLOP/s/GPU\): {_N} \|",
     batch=rf"global batch size: +{_WHOLE} \|",
-    loss=rf"\blm loss: {_N} \|",
+    loss=rf" lm loss: {_N} \|",
     grad_norm=rf"grad norm: {_N} \|",
-    learning_rate=rf"(?<!decoupled )learning rate: {_N} \|",
+    learning_rate=rf"\| learning rate: {_N} \|",
 )
 _MEGATRON_FACTS = _figures(
     {"memory_bytes": MIB},
