@@ -268,11 +268,14 @@ class Source:
     by_curve: dict[str, float | int] | None = None  # totals of expected times
 
 
-def read_sources(inputs: Inputs, num_ranks: int | None, training: TrainingView) -> list[Source]:
+def read_sources(
+    inputs: Inputs, num_ranks: int | None, training: TrainingView | None = None
+) -> list[Source]:
     """Read one source per kind of file. Raises ConfigError.
 
-    Messages of two kinds may be of one job, so they are never added; a log and dumps are taken
-    as of one job, with one cause.
+    training: what is shown of the steps of trainers; None: nothing. Messages of two kinds may
+    be of one job, so they are never added; a log and dumps are taken as of one job, with one
+    cause.
     """
     paths = inputs.paths
     dumps = read_flight_recorder(paths[FLIGHT])
@@ -300,7 +303,7 @@ def read_sources(inputs: Inputs, num_ranks: int | None, training: TrainingView) 
     if paths[INSPECTOR]:
         by_kind[INSPECTOR] = _inspector(paths[INSPECTOR])
     sources = list(by_kind.values())
-    if inputs.training or inputs.unread_steps:
+    if training and (inputs.training or inputs.unread_steps):
         sources.insert(0, _training(inputs, training))
     if num_ranks is None:
         return sources
