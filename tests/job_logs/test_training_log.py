@@ -161,6 +161,15 @@ def test_ranks_that_log_the_same_steps_count_once(version: Version, tmp_path: Pa
     check(log, version, steps)
 
 
+def test_a_bar_that_is_drawn_again_counts_once(tmp_path: Path) -> None:
+    version = next(own for own in VERSIONS if own.name == "nemo 1")
+    steps = known_steps(seed=14, count=20)
+    lines = [line for step in steps for line in version.lines(step) * 3]
+    log = read(tmp_path, "\r".join([*lines, "\n"]))
+    assert [own.number for own in log.steps] == [step.number for step in steps]
+    check(log, version, steps)
+
+
 def test_facts_are_those_of_the_job(tmp_path: Path) -> None:
     by_name = {version.name: version for version in VERSIONS}
     for name in ("megatron 2.6", "torchtitan 2024", "torchtitan 2026", "composer"):

@@ -87,7 +87,14 @@ def _nemo(step: KnownStep) -> list[str]:
     return [text]
 
 
-_COLORS = {"red": "\033[31m", "green": "\033[32m", "blue": "\033[34m", "reset": "\033[39m"}
+def _nemo_bar(step: KnownStep) -> list[str]:
+    """NeMo 1: Lightning's bar with figures of three digits."""
+    text = (
+        f"Epoch 0: : {step.number % 100:3d}%|#    | {step.number}/9000 [00:09<10:00, v_num=0, "
+    )
+    text += f"reduced_train_loss={step.loss:.3g}, global_step={step.number}, "
+    text += f"consumed_samples={step.number * BATCH}, train_step_timing in s={step.step_s:.3g}]"
+    return [text]
 
 
 def _titan_rate(step: KnownStep) -> float:
@@ -223,6 +230,7 @@ VERSIONS = (
     Version("megatron 2026", "Megatron-LM", _MEGATRON_HEAD, _megatron),
     Version("bridge", "Megatron-Bridge", ("  seq_length: 4096",), _bridge),
     Version("nemo", "NeMo", (), _nemo, has_open_end=True),
+    Version("nemo 1", "NeMo", (), _nemo_bar, rounding=5e-3),
     Version(
         "torchtitan 2024",
         "torchtitan",

@@ -124,6 +124,17 @@ FORMATS = (
         digits=4,
     ),
     LogFormat(
+        trainer="NeMo",
+        source="NVIDIA/NeMo 1, in the bar of Lightning's callbacks/progress/tqdm_progress.py",
+        marks=("train_step_timing in s=",),
+        figures=_figures(
+            number=rf"\| {_WHOLE}/\d{{1,12}} \[",
+            step_s=rf"train_step_timing in s={_N}[,\]]",
+            loss=rf"reduced_train_loss={_N}[,\]]",
+        ),
+        digits=3,
+    ),
+    LogFormat(
         trainer="torchtitan",
         source="pytorch/torchtitan, torchtitan/components/metrics.py (train.py before 2025)",
         marks=("tps: ", "wps: "),
