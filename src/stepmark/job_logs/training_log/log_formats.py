@@ -7,11 +7,12 @@ it, so that one that was cut inside is left out rather than read as another numb
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from stepmark.ground.units import GIB, MIB
 
 # Patterns of figures, in whose first group that matches the figure is, and its unit in SI.
-Figures = Mapping[str, tuple[re.Pattern[str], float]]
+Figures = Mapping[str, tuple[str, float]]
 
 BRIDGE = "Megatron-Bridge"
 
@@ -34,10 +35,13 @@ def number_of(text: str) -> float:
 
 
 def _figures(units: Mapping[str, float] | None = None, /, **patterns: str) -> Figures:
-    return {
-        name: (re.compile(pattern, re.MULTILINE), (units or {}).get(name, 1.0))
-        for name, pattern in patterns.items()
-    }
+    return {name: (text, (units or {}).get(name, 1.0)) for name, text in patterns.items()}
+
+
+@cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Return a pattern; most commands that import this need none."""
+    return re.compile(pattern, re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +63,13 @@ class LogFormat:
     marks: tuple[str, ...]
     figures: Figures
     required: tuple[str, ...] = ("number", "step_s")
-    first: re.Pattern[str] | None = None
+    first: str | None = None
     fact_marks: tuple[str, ...] = ()
     facts: Figures = field(default_factory=dict)
     resolution_s: float = 0.0
     digits: int | None = None
     is_mean: bool = True
-    not_steps: re.Pattern[str] | None = None
+    not_steps: str | None = None
     remark: str = ""
 
     @property
@@ -148,7 +152,7 @@ FORMATS = (
             memory_bytes=rf" memory: +{_N}GiB\(",
         ),
         required=("number", "tokens_per_s_gpu"),
-        not_steps=re.compile(r"\bvalidate step: "),
+        not_steps=r"\bvalidate step: ",
         fact_marks=(
             "device mesh with",
             "global batch size ",
@@ -188,7 +192,7 @@ FORMATS = (
         required=("number", "samples_per_s"),
         is_mean=False,
         # Before 0.7: the mean since the start, and micro-steps.
-        not_steps=re.compile(r"\d/\d{1,12}, (?:RunningAvg)?SamplesPerSec="),
+        not_steps=r"\d/\d{1,12}, (?:RunningAvg)?SamplesPerSec=",
         fact_marks=("train_batch_size ...",),
         facts=_figures(batch=rf"\btrain_batch_size \.{{3,}} {_WHOLE}$"),
     ),
@@ -229,7 +233,7 @@ FORMATS = (
             "rain loss/train/total: ",
             "rain memory/peak_",
         ),
-        first=re.compile(r"\[(?:batch|token|sample|epoch)=\d"),
+        first=r"\[(?:batch|token|sample|epoch)=\d",
         figures=_figures(
             {"memory_bytes": 1e9},
             number=rf"rain (?:time/batch|trainer/global_step): {_WHOLE}$",
@@ -255,7 +259,7 @@ FORMATS = (
         source="huggingface/transformers, trainer_callback.py, ProgressCallback; tqdm's bar",
         marks=("%|", "'loss': "),
         # Bars of datasets have a name in front; the trainer's have none.
-        first=re.compile(r"^\s*\d{1,3}%\|"),
+        first=r"^\s*\d{1,3}%\|",
         figures=_figures(
             number=rf"\| {_WHOLE}/\d{{1,12}} \[",
             clock_s=r"\| \d{1,12}/\d{1,12} \[((?:\d{1,4}:)?\d\d:\d\d)<",

@@ -10,7 +10,7 @@ from typing import IO
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import is_binary, open_binary, read_head, without_colors
 from stepmark.job_logs.job_output.lines import split_tag
-from stepmark.job_logs.training_log.log_formats import FORMATS, LogFormat, number_of
+from stepmark.job_logs.training_log.log_formats import FORMATS, LogFormat, compiled, number_of
 
 _MOST_STEPS = 200_000  # in one file
 _CHUNK_BYTES = 2**20
@@ -76,13 +76,13 @@ class StepLines:
             self._read_facts(text)
         if not any(mark in text for mark in own.marks):
             return
-        if own.not_steps and own.not_steps.search(text):
+        if own.not_steps and compiled(own.not_steps).search(text):
             self.num_other += 1
             return
         _, tag, body = split_tag(text)
         if own.first is None:
             self._add(tag, body, line)
-        elif own.first.search(body):
+        elif compiled(own.first).search(body):
             self._close(tag)
             self._open[tag] = (line, [body])
         elif tag in self._open and len(self._open[tag][1]) < _MAX_LINES:
@@ -113,10 +113,10 @@ class StepLines:
         """
         figures: dict[str, float] = {}
         for name, (pattern, unit) in self.log_format.figures.items():
-            if match := pattern.search(text):
+            if match := compiled(pattern).search(text):
                 figures[name] = number_of(match[match.lastindex or 0]) * unit
                 is_needed = self.log_format.first and name in self.log_format.required
-                if is_needed and pattern.search(text, match.end()):
+                if is_needed and compiled(pattern).search(text, match.end()):
                     return None  # the first line of the next step is lost
         if not all(name in figures for name in self.log_format.required):
             return None
@@ -129,7 +129,7 @@ class StepLines:
 
     def _read_facts(self, text: str) -> None:
         for name, (pattern, unit) in self.log_format.facts.items():
-            if match := pattern.search(text):
+            if match := compiled(pattern).search(text):
                 value = match[match.lastindex or 0]
                 # Ranks may be stated as the degrees of their mesh.
                 self.facts[name] = (
