@@ -280,7 +280,7 @@ FORMATS = (
         trainer="MLPerf",
         source="mlcommons/logging, mlperf_logging/mllog/mllog.py, rules training_5.1.0",
         marks=('"key": "block_start"', '"key": "block_stop"'),
-        first=re.compile(r'"key": "block_start"'),
+        first=r'"key": "block_start"',
         figures=_figures(
             {"begin_s": 1e-3, "clock_s": 1e-3},
             begin_s=rf'"time_ms": {_WHOLE}, .*"key": "block_start"',
