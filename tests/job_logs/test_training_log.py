@@ -170,6 +170,23 @@ def test_a_bar_that_is_drawn_again_counts_once(tmp_path: Path) -> None:
     check(log, version, steps)
 
 
+def test_lines_have_their_numbers_in_the_file(tmp_path: Path) -> None:
+    version = VERSIONS[1]
+    lines = [
+        *version.head,
+        *(
+            "\n".join(["", "x" * 50_000, line])
+            for s in known_steps(1, 60)
+            for line in version.lines(s)
+        ),
+    ]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join([*lines, ""]))
+    text = path.read_text().split("\n")
+    for own in read_training_log(path).steps:
+        assert f" {own.number}/" in text[own.line - 1]
+
+
 def test_facts_are_those_of_the_job(tmp_path: Path) -> None:
     by_name = {version.name: version for version in VERSIONS}
     for name in ("megatron 2.6", "torchtitan 2024", "torchtitan 2026", "composer"):

@@ -186,10 +186,17 @@ def _candidates(stream: IO[bytes]) -> Iterator[tuple[int, bytes, list[bytes]]]:
 
 def _of_chunk(data: bytes, number: int) -> Iterator[tuple[int, bytes, list[bytes]]]:
     known = [word for word in _WORDS if word in data]
-    for place, line in enumerate(data.split(b"\n") if known else ()):
-        if not any(word in line for word in known):
-            continue
-        for part in line.split(b"\r"):
+    if not known:
+        return
+    begin = end = 0
+    for match in re.finditer(b"|".join(map(re.escape, known)), data):
+        if match.start() < end:
+            continue  # in the line of the match before
+        number += data.count(b"\n", begin, match.start())
+        begin = data.rfind(b"\n", 0, match.start()) + 1
+        end = data.find(b"\n", begin)
+        end = len(data) if end < 0 else end
+        for part in data[begin:end].split(b"\r"):
             words = [word for word in known if word in part]
             if words and len(part) <= _MAX_LINE_BYTES:
-                yield number + place, part, words
+                yield number, part, words
