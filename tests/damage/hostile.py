@@ -117,6 +117,12 @@ READERS = (
     _file("NCCL log", "logs {}", DATA / "nccl-logs/ib-707.txt"),
     _file("CALL log", "logs {}", EXAMPLES / "coll.log"),
     _file("job output", "logs {}", DATA / "faults/killed/output.txt.gz"),
+    _file("training log", "logs {}", EXAMPLES / "logs/megatron.log"),
+    _file(
+        "measured log",
+        "predict gpt2-1.5b --device h200-sxm --nproc 8 --measured {}",
+        EXAMPLES / "logs/megatron.log",
+    ),
     _file("RCCL table", "logs {}", EXAMPLES / "frontier-rccl.txt"),
     _file("flight recorder", "logs {}", DATA / "flight-recorder/rank0.pickle.gz"),
     _file("RAS", "logs {}", DATA / "ras/several.txt"),

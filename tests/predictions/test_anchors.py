@@ -187,7 +187,11 @@ def test_rows_of_a_file_are_predictions(measured: str, tmp_path: Path) -> None:
             "step": f"{1.4e3 * own['step_s']}ms",
             "tokens_per_s_gpu": str(own["tokens_per_s_gpu"] / 1.4),
             "mfu": f"{own['mfu_pct'] / 1.4}%",
+            "log": f"{index}.log",
         }[measured]
+        elapsed = f"elapsed time per iteration (ms): {1.4e3 * own['step_s']} |"
+        lines = [f" iteration {number}/ 9 | {elapsed}\n" for number in range(1, 10)]
+        (tmp_path / f"{index}.log").write_text("".join(lines))
         rows.append([*layout, value])
     path = tmp_path / "measured.csv"
     path.write_text("\n".join(map(",".join, rows)))

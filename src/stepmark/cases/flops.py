@@ -35,6 +35,17 @@ class TokenFlops:
     six_n: float
     hfu: float  # causal and recomputed
 
+    def by_convention(self) -> dict[str, float]:
+        """Return the FLOPs by the names of conventions, those that are defined."""
+        of_all = {
+            "causal": self.causal,
+            "torchtitan": self.torchtitan,
+            "palm-all": self.palm_all,
+            "6n": self.six_n,
+            "hfu": self.hfu,
+        }
+        return {name: flops for name, flops in of_all.items() if flops is not None}
+
 
 def per_token(case: TrainCase) -> TokenFlops:
     """Return the FLOPs of one token of this case."""

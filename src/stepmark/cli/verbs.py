@@ -174,11 +174,12 @@ VERBS = {
         "stepmark.cli.launch:Launch",
     ),
     "logs": Verb(
-        "Read NCCL logs, flight-recorder dumps, tables of results.",
+        "Read logs of jobs: failures, hangs, steps, messages.",
         "stepmark.job_logs.logs:run",
         "stepmark.job_logs.log_options:LogsOptions",
-        "Read a job's logs: transports, mistakes, hangs, and how often each message is sent.",
+        "Read a job's logs: failures and hangs, time of a step, transports, messages.",
         (
+            "logs train.log",
             "logs nccl-*.log",
             "logs job-folder --histogram --bins pow2",
         ),

@@ -1,4 +1,4 @@
-"""stepmark compare: runs, files of nccl-tests, CSVs and tables of slides, with verdicts.
+"""stepmark compare: runs, files of nccl-tests, CSVs, training logs and slides, with verdicts.
 
 A source is a run (path, id, "latest"), a file, `FILE:2` for the second table of a file, a
 folder or a quoted pattern. Several joined by commas are launches of one side; `name=` in front
@@ -25,14 +25,18 @@ from stepmark.comparison.series import (
     STRICT,
     InputDefaults,
     context,
+    log_notes,
     series_of_records,
     series_of_tables,
+    series_of_training_log,
     table_list,
 )
 from stepmark.ground.errors import ConfigError, StepmarkError, not_one_of
 from stepmark.ground.files import write_text
 from stepmark.ground.units import parse_bytes
 from stepmark.ground.waiting import Waiting
+from stepmark.job_logs.training_log.step_lines import has_steps
+from stepmark.job_logs.training_log.training_log import read_training_log
 from stepmark.measuring.delivery import write_files
 from stepmark.model.collectives import Collective, collective_named
 from stepmark.store.reader import find_run, is_run, list_runs, read, read_info
@@ -152,6 +156,10 @@ def _run_source(path: Path) -> _Source:
 
 
 def _file_source(path: Path, number: int | None) -> _Source:
+    if number is None and has_steps(path):
+        log = read_training_log(path)
+        series = [series_of_training_log(log)]
+        return _Source(name=_stem(path), columns={"": lambda _: series}, notes=log_notes(log))
     tables = find(path)
     if number is not None:
         tables = [table for table in tables if table.index == number]
@@ -165,7 +173,7 @@ def _file_source(path: Path, number: int | None) -> _Source:
     units = rate_units(wide[0].columns) if wide and not wide[0].unit else []
     if len(units) > 1:
         raise ConfigError("compare", path, f"a table with one unit, not {' and '.join(units)}")
-    name = path.name.removesuffix(".gz").removesuffix(path.suffix)
+    name = _stem(path)
     name += f":{number}" if number is not None else ""
     columns = wide[0].columns if wide else ("",)
     wrong = sum(bool(reading.num_wrong) for table in tables for reading in table.readings)
@@ -179,6 +187,10 @@ def _file_source(path: Path, number: int | None) -> _Source:
             *(note + basis * (note in repeats) for table in tables for note in table.notes),
         ),
     )
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(path.suffix)
 
 
 def _sides_of(

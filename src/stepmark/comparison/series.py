@@ -25,6 +25,9 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.reading import Reading, Table
 from stepmark.ground.stats import slowest_per_sample
 from stepmark.ground.units import format_bytes
+from stepmark.job_logs.training_log.steady_state import steady_state
+from stepmark.job_logs.training_log.training_log import SECONDS, TrainingLog
+from stepmark.job_logs.training_log.training_log_text import findings
 from stepmark.model.collectives import Collective, busbw_factor
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_names import distinct_names
@@ -33,6 +36,7 @@ from stepmark.text_tables.slide_tables import rate_units
 
 # A field of what a forced resume measured: how its environment differs from the run's.
 ENVIRONMENT = "environment"
+TOKENS_A_STEP = "tokens_per_step"  # of a training log
 Value = str | int | float | bool | None
 Key = tuple[tuple[str, Value], ...]
 Pair = tuple[int, Series, Series]  # place in the baseline's series, these, the other side's
@@ -210,6 +214,39 @@ def series_of_tables(
     return [series for series in all_series if series.launches or series.below is not None]
 
 
+def series_of_training_log(log: TrainingLog) -> Series:
+    """Return the steady steps of a training log: one launch, however many steps it has.
+
+    Steps of one job vary less than jobs do, and follow each other, so they are no launches.
+    """
+    steady = steady_state(log)
+    is_time = log.unit == SECONDS
+    costs = log.costs[steady.num_warmup :]
+    return Series(
+        fields={
+            "family": "training",
+            "label": "step" if is_time else log.unit,
+            "num_ranks": log.facts.num_ranks,
+            "seq_len": log.facts.seq_len,
+            TOKENS_A_STEP: log.tokens,
+        },
+        unit="s" if is_time else log.unit,
+        launches={log.file: tuple(cost if is_time else 1 / cost for cost in costs)},
+        rounding=0.0 if log.digits is None else 10.0 ** (1 - log.digits),
+    )
+
+
+def log_notes(log: TrainingLog) -> tuple[str, ...]:
+    """Return what limits the steps of a training log."""
+    steady = steady_state(log)
+    notes = [f"median of {steady.num_lines} lines after {steady.num_warmup} of warm-up"]
+    if not steady.is_steady:
+        notes = ["it never becomes steady: the median of its second half"]
+    if (span := max(own.span for own in log.steps)) > 1:
+        notes.append(f"a line is the mean of {span} steps")
+    return (*notes, *(finding.text for finding in findings(log)))
+
+
 def _series_of_readings(
     path: Path, table: Table, readings: Sequence[Reading], defaults: InputDefaults
 ) -> Series:
@@ -256,7 +293,7 @@ def _rounding(reading: Reading) -> float:
 # Fields whose difference makes figures incomparable, unless --allow or --force is given.
 STRICT = tuple(
     dict.fromkeys(
-        ["method", ENVIRONMENT, "num_ranks", "seq_len", "dtype"]
+        ["method", ENVIRONMENT, "num_ranks", "seq_len", TOKENS_A_STEP, "dtype"]
         + [
             field.name
             for case in (OpCase, CommCase, TrainCase, ReplayCase)

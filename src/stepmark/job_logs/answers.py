@@ -72,14 +72,18 @@ def answer_of(
     summary: str,
     *,
     is_ended: bool,
+    headline: str = "",
 ) -> Answer:
-    """Return the answer over all parts; is_ended: the user states that the job ended."""
+    """Return the answer over all parts; is_ended: the user states that the job ended.
+
+    headline: the figures of its training, which come first unless the job failed.
+    """
     of_tables = [(table, one) for table, found in tables for one in found]
     every = [*findings, *(one for _, one in of_tables)]
     in_tables = comma_list(filter(None, starmap(_table_text, of_tables)), most=3)
     if any(one.severity is Severity.PROBLEM for one in every):
         problems = [one for one in findings if one.severity is Severity.PROBLEM][:1]
-        words = [*(_quoted(one) for one in problems), in_tables]
+        words = [*(_quoted(one) for one in problems), in_tables, headline]
         text = "; ".join(word.rstrip(".") for word in words if word)
         return Answer(
             state=JobState.FAILED,
@@ -110,7 +114,7 @@ def answer_of(
         how = f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
     else:
         how = f"no line shows an end, a failure or a hang{hint}"
-    parts = filter(None, [f"{state}: {how}", in_tables, summary])
+    parts = filter(None, [headline, f"{state}: {how}", in_tables, summary])
     return Answer(state=state, text=f"{'; '.join(parts)} ({_tally(every)})", evidence=evidence)
 
 

@@ -21,6 +21,8 @@ ENDINGS = {
     ),
     # Lightning, loops/fit_loop.py.
     "Lightning": re.compile(r"`Trainer\.fit` stopped: `max_(?:steps|epochs|time)="),
+    # mlcommons/logging; a run that did not converge has the status "aborted".
+    "MLPerf": re.compile(r':::MLLOG .*"key": "run_stop".*"status": "success"'),
     # torch.distributed.elastic, agent/server/api.py.
     "torchrun": re.compile(r"worker group successfully finished"),
     # Slurm: scontrol, seff, and the job's row (not a step's) of sacct.

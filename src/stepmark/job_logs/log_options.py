@@ -36,7 +36,15 @@ class MessageView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogsOptions(MessageView, Files, RunsFolder):
+class TrainingView:
+    """Training logs."""
+
+    model: str | None = flag("what is trained: FLOP/s in every convention", names="model")
+    device: str | None = flag("on which device, for MFU; e.g. h200", names="device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsOptions(MessageView, TrainingView, Files, RunsFolder):
     """Tables."""
 
     files: tuple[str, ...] = flag(

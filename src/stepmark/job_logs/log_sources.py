@@ -36,11 +36,19 @@ from stepmark.job_logs.job_output import is_job_output
 from stepmark.job_logs.job_output.lines import has_nccl_line
 from stepmark.job_logs.job_output.steps import UNCERTAIN
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
+from stepmark.job_logs.log_options import TrainingView
 from stepmark.job_logs.nccl_log import looks_like_log, read_log
 from stepmark.job_logs.nccl_log.diagnosis import diagnose
+from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.job_logs.nccl_log.start_rules import healthy_facts
 from stepmark.job_logs.ras_report import looks_like_ras, read_ras
 from stepmark.job_logs.reports import ras_findings
+from stepmark.job_logs.training_log import training_flops, training_log_text
+from stepmark.job_logs.training_log.steady_state import steady_state
+from stepmark.job_logs.training_log.step_lines import read_step_lines
+from stepmark.job_logs.training_log.training_log import TrainingLog, log_of
+from stepmark.tables.row_tables import LEAD
+from stepmark.tables.table import Table
 from stepmark.text_tables import looks_like_tables
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table
 
@@ -60,6 +68,7 @@ TABLES = "tables"
 RAS = "RAS report"
 ANALYSIS = "analysis of dumps"
 OUTPUT = "job output"  # a log without lines of NCCL
+TRAINING = "training log"
 
 
 def is_output_name(path: Path) -> bool:
@@ -75,6 +84,9 @@ class Inputs:
     unknown: list[tuple[Path, str]] = field(default_factory=list)  # in folders, with the reason
     # Of the only file, if it had to be read whole to see what it is.
     facts: dict[Path, LogFacts] = field(default_factory=dict)
+    # Steps of trainers, and why those of other files cannot be read.
+    training: list[TrainingLog] = field(default_factory=list)
+    unread_steps: list[ConfigError] = field(default_factory=list)
 
 
 def collect(words: Sequence[str], *, only_tables: bool = False) -> Inputs:
@@ -156,6 +168,8 @@ def _sort(
                 else is_job_output(path, has_tables=has_tables)
             )
             kinds |= {LOG} if is_log else set()
+        if not only_tables and kinds <= {TABLES, LOG} and is_output:
+            kinds |= {TRAINING} if _read_steps(path, inputs) else set()
     except ConfigError as error:
         if is_named:
             raise
@@ -199,6 +213,18 @@ def _read_only(path: Path, inputs: Inputs, *, has_other: bool) -> bool:
     return bool(is_log or (is_job and not has_other))
 
 
+def _read_steps(path: Path, inputs: Inputs) -> bool:
+    """Read the steps of a file, and return whether it has one."""
+    try:
+        lines = read_step_lines(path)
+        if not any(own.steps for own in lines):
+            return False
+        inputs.training.append(log_of(path, lines))
+    except ConfigError as error:
+        inputs.unread_steps.append(error)
+    return True
+
+
 def kinds_of(path: Path) -> set[str]:
     """Return what a file contains, by its first 64 KiB. Raises ConfigError."""
     head = read_head(path)
@@ -237,15 +263,19 @@ class Source:
     tuning: tuple[dict[str, object], ...] = ()  # NCCL's choices by size, as its log has them
     endings: tuple[Evidence, ...] = ()  # lines that show the end of the job
     summary: str = ""  # what is in order, in a few words
+    headline: str = ""  # what the answer begins with, unless the job failed
     histogram_rows: Rows = field(default_factory=list)  # as the options ask for them
     by_curve: dict[str, float | int] | None = None  # totals of expected times
 
 
-def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
+def read_sources(
+    inputs: Inputs, num_ranks: int | None, training: TrainingView | None = None
+) -> list[Source]:
     """Read one source per kind of file. Raises ConfigError.
 
-    Messages of two kinds may be of one job, so they are never added; a log and dumps are taken
-    as of one job, with one cause.
+    training: what is shown of the steps of trainers; None: nothing. Messages of two kinds may
+    be of one job, so they are never added; a log and dumps are taken as of one job, with one
+    cause.
     """
     paths = inputs.paths
     dumps = read_flight_recorder(paths[FLIGHT])
@@ -273,6 +303,8 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     if paths[INSPECTOR]:
         by_kind[INSPECTOR] = _inspector(paths[INSPECTOR])
     sources = list(by_kind.values())
+    if training and (inputs.training or inputs.unread_steps):
+        sources.insert(0, _training(inputs, training))
     if num_ranks is None:
         return sources
     return [
@@ -297,6 +329,52 @@ def _log(facts: LogFacts, stalls: JobStalls, paths: Sequence[Path]) -> Source:
             ("communicators", log_summary.communicator_rows(facts)),
             ("transports", log_summary.transport_rows(facts)),
             ("predictions", log_summary.prediction_rows(facts)),
+        ),
+    )
+
+
+def _training(inputs: Inputs, options: TrainingView) -> Source:
+    """Return the steps of the file with most of them: others are of other ranks or starts."""
+    unread = [
+        Finding(
+            rule="steps-unread",
+            severity=Severity.WARNING,
+            text=f"The steps of {error.value} are not read: it must be {error.allowed}.",
+        )
+        for error in inputs.unread_steps
+    ]
+    if not inputs.training:
+        return Source(
+            kind=TRAINING,
+            files=tuple(str(error.value) for error in inputs.unread_steps),
+            histogram={},
+            num_ranks_seen=0,
+            findings=tuple(unread),
+            lines=(),
+        )
+    log = max(inputs.training, key=lambda own: len(own.steps))
+    steady = steady_state(log)
+    flops: Rows = []
+    if options.model:
+        flops = training_flops.flops_rows(log, steady, options.model, options.device)
+    lines = [*training_log_text.lines(log, steady)]
+    if others := len(inputs.training) - 1:
+        lines.insert(1, f"{'':<{LEAD}}{plural(others, 'file')} with fewer steps left out")
+    if flops:
+        lines += ["", *Table(flops, training_flops.COLUMNS).text()]
+    return Source(
+        kind=TRAINING,
+        files=(log.file,),
+        histogram={},
+        num_ranks_seen=0,
+        findings=(*training_log_text.findings(log), *unread),
+        lines=tuple(lines),
+        headline=training_log_text.headline(log, steady),
+        rows=(
+            ("training", [training_log_text.summary_row(log, steady)]),
+            ("parts", training_log_text.part_rows(log, steady)),
+            ("steps", training_log_text.step_rows(log, steady)),
+            ("flops", flops),
         ),
     )
 

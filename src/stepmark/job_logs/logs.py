@@ -1,4 +1,4 @@
-"""stepmark logs: NCCL logs, flight-recorder dumps, inspector lines and tables of results."""
+"""stepmark logs: training and NCCL logs, flight-recorder dumps, inspector lines, tables."""
 
 import sys
 from collections import Counter
@@ -185,6 +185,10 @@ def _check(options: LogsOptions) -> None:
         histogram.parse_bins(options.bins)  # before logs are read
     if options.nics:
         parse_nics(options.nics)
+    if options.device and not options.model:
+        raise ConfigError("device", options.device, "given with --model, for its MFU")
+    if options.model and (options.tables or not options.is_diagnosis):
+        raise ConfigError("model", options.model, "left out with other views than the answer")
     for name, value in plain(options).items() if options.tables else ():
         if name in _OF_MESSAGES:
             rule = "it cannot be combined with --tables, which reads no messages"
@@ -236,6 +240,7 @@ class LogReport:
             [line for source in self.sources for line in source.endings],
             "; ".join(filter(None, [*summaries, self.verdicts, self._left_out])),
             is_ended=self.options.ended,
+            headline="; ".join(source.headline for source in self.sources if source.headline),
         )
 
     @property
@@ -352,7 +357,7 @@ class LogReport:
 
 def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     """Read all inputs. Raises ConfigError."""
-    sources = [_with_rows(one, options) for one in read_sources(inputs, options.ranks)]
+    sources = [_with_rows(one, options) for one in read_sources(inputs, options.ranks, options)]
     if options.ended:
         sources = [replace(one, findings=as_ended(one.findings)) for one in sources]
     # A request for the messages of a job's output is no request for its tables.
@@ -374,6 +379,8 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     if not sources and options.curve:
         allowed = "given with logs, dumps or inspector lines to compare with"
         raise ConfigError("curve", options.curve, allowed)
+    if options.model and not any(source.headline for source in sources):
+        raise ConfigError("model", options.model, "given with a training log")
     if not sources and options.html:
         allowed = "given with logs, dumps or inspector lines: tables have no histogram"
         raise ConfigError("html", options.html, allowed)

@@ -1,9 +1,10 @@
 """Anchors: measured steps to which factors on the costs of predictions are fitted.
 
-They are rows of a CSV file, or the training steps of a run. The columns of the file are options
-of `stepmark predict`, so that a row is a prediction with these options changed, and one of
-MEASURED: the time of an optimizer step (14.7s, 812ms, or seconds), tokens per second and GPU,
-or MFU in percent as predictions have it.
+They are rows of a CSV file, the training steps of a run, or the steady step of a training log.
+The columns of the file are options of `stepmark predict`, so that a row is a prediction with
+these options changed, and one of MEASURED: the time of an optimizer step (14.7s, 812ms, or
+seconds), tokens per second and GPU, MFU in percent as predictions have it, or a training log,
+whose path is relative to the file.
 """
 
 import csv
@@ -19,11 +20,13 @@ from stepmark.ground.errors import ConfigError, nearest
 from stepmark.ground.options import Option, build, options, plain
 from stepmark.ground.read_text import read_text
 from stepmark.ground.units import parse_duration
+from stepmark.job_logs.training_log.step_lines import has_steps
 from stepmark.predictions import anchor_fit, framework_job
 from stepmark.predictions.anchor_fit import AnchorStep
 from stepmark.predictions.factors import Anchored, AnchorRow, Part
 from stepmark.predictions.framework_job import FrameworkJob
 from stepmark.predictions.inputs import Inputs, no_host
+from stepmark.predictions.measured_step import figure_of_log
 from stepmark.predictions.predict_inputs import inputs_of, of_training
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.predictions.simulation import SteadyStep
@@ -31,7 +34,7 @@ from stepmark.store.reader import find_run, read_info, read_records
 from stepmark.store.view import median_s
 from stepmark.workloads.rules import find_rule
 
-MEASURED = ("step", "tokens_per_s_gpu", "mfu")
+MEASURED = ("step", "tokens_per_s_gpu", "mfu", "log")
 MOST_ANCHORS = 50
 _NOT_OF_ROWS = (
     "anchor",
@@ -137,7 +140,9 @@ def _of_run(options: AnyOptions) -> Iterator[Anchor]:
     try:
         path = find_run(options.runs, options.anchor or "")
     except ConfigError as error:
-        raise ConfigError("anchor", error.value, f"a CSV file or {error.allowed}") from None
+        raise ConfigError(
+            "anchor", error.value, f"a CSV file, a log or {error.allowed}"
+        ) from None
     records: dict[str, list[Measured]] = {}
     for record in read_records(path):
         if isinstance(record, Measured) and record.training and not record.train.labels:
@@ -157,11 +162,18 @@ def _of_run(options: AnyOptions) -> Iterator[Anchor]:
 
 
 def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
-    """Yield the rows of a CSV file. Raises ConfigError with the line of a row."""
-    reader = csv.DictReader(read_text(path).splitlines())
+    """Yield the step of a training log, or the rows of a CSV file.
+
+    Raises ConfigError with the line of a row.
+    """
     given = plain(options)
     for name in _NOT_OF_ROWS:
         given.pop(name, None)
+    if has_steps(path):
+        inputs = _inputs(given, {})
+        yield Anchor(name=path.name, inputs=inputs, measured_s=_log_s(inputs, path, "anchor"))
+        return
+    reader = csv.DictReader(read_text(path).splitlines())
     for row in reader:
         line = f"line {reader.line_num}"
         try:
@@ -169,7 +181,9 @@ def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
                 raise ConfigError("its cells", len(row), f"as many as columns: {len(row) - 1}")
             cells = {_name(key): value.strip() for key, value in row.items() if value.strip()}
             inputs = _inputs(given, cells)
-            yield Anchor(name=line, inputs=inputs, measured_s=_measured_s(inputs, cells))
+            yield Anchor(
+                name=line, inputs=inputs, measured_s=_measured_s(inputs, cells, path.parent)
+            )
         except ConfigError as error:
             field = f"{path.name}: {line}: {error.field}"
             raise ConfigError(field, error.value, error.allowed) from None
@@ -225,8 +239,13 @@ def _switch(column: str, text: str) -> bool:
     return _SWITCH[text.lower()]
 
 
-def _measured_s(inputs: Inputs, cells: Mapping[str, str]) -> float:
-    """Return the seconds of an optimizer step that a row states."""
+def _log_s(inputs: Inputs, path: Path, field: str) -> float:
+    """Return the seconds of the steady step of a training log."""
+    return figure_of_log(path, field).step_s(inputs.tokens, inputs.num_ranks, field)
+
+
+def _measured_s(inputs: Inputs, cells: Mapping[str, str], folder: Path) -> float:
+    """Return the seconds of an optimizer step that a row states. folder: of its logs."""
     names = [name for name in MEASURED if name in cells]
     if len(names) != 1:
         allowed = f"exactly one of {', '.join(MEASURED)}"
@@ -234,6 +253,8 @@ def _measured_s(inputs: Inputs, cells: Mapping[str, str]) -> float:
     (name,) = names
     if name == "step":
         return parse_duration(cells[name], name)
+    if name == "log":
+        return _log_s(inputs, folder / cells[name], name)
     value = _positive(name, cells[name].removesuffix("%") if name == "mfu" else cells[name])
     if inputs.tokens is None:
         raise ConfigError(name, cells[name], "step: the tokens of this step are not known")

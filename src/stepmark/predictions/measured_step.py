@@ -3,12 +3,15 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from stepmark.cases.flops import TokenFlops
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import Reader, exact
 from stepmark.ground.units import format_time, parse_duration
+from stepmark.job_logs.training_log.steady_state import steady_state
+from stepmark.job_logs.training_log.training_log import SAMPLES, SECONDS, read_training_log
 from stepmark.tables.columns import FLOPS, PERCENT, given
 from stepmark.tables.table import Table
 
@@ -35,39 +38,80 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of a measured step: its seconds, or tokens per second, of all GPUs or of one."""
+    """A figure of a measured step: its seconds, or tokens per second, of all GPUs or of one.
+
+    file: the training log of which it is the steady step; tokens and num_ranks: those of a step
+    there, None where it does not state them.
+    """
 
     value: float
     unit: str  # s, tokens/s, tokens/s/GPU
+    file: str = ""
+    tokens: int | None = None
+    num_ranks: int | None = None
 
     def __str__(self) -> str:
-        return f"{exact(self.value)}{self.unit}"
+        return self.file or f"{exact(self.value)}{self.unit}"
 
-    def step_s(self, tokens: int | None, num_ranks: int) -> float:
-        """Return the seconds of a step. Raises ConfigError for a rate of unknown tokens."""
+    def step_s(self, tokens: int | None, num_ranks: int, field: str = "measured") -> float:
+        """Return the seconds of a step. Raises ConfigError for a rate of unknown tokens.
+
+        And for a log of a step of other tokens or ranks.
+        """
+        for name, own, value in (
+            ("tokens", self.tokens, tokens),
+            ("GPUs", self.num_ranks, num_ranks),
+        ):
+            if own and value and own != value:
+                allowed = f"a log of a step of {value:,} {name}; this one states {own:,}"
+                raise ConfigError(field, str(self), allowed)
         if self.unit == "s":
             return self.value
         if not tokens:
             allowed = "the time of a step: the file does not tell the tokens of a step"
-            raise ConfigError("measured", str(self), allowed)
+            raise ConfigError(field, str(self), allowed)
         return tokens / (self.value * (num_ranks if self.unit.endswith("GPU") else 1))
 
 
+def figure_of_log(path: Path, field: str) -> Figure:
+    """Return the steady step of a training log. Raises ConfigError."""
+    try:
+        log = read_training_log(path)
+    except ConfigError as error:
+        raise ConfigError(field, path, error.allowed) from None
+    if log.unit == SAMPLES:
+        raise ConfigError(field, path, "a log that states its global batch, or a step's time")
+    steady = steady_state(log)
+    is_time = log.unit == SECONDS
+    return Figure(
+        steady.median if is_time else 1 / steady.median,
+        log.unit,
+        file=str(path),
+        tokens=log.tokens,
+        num_ranks=log.facts.num_ranks,
+    )
+
+
 def _read_figure(text: str, field: str) -> Figure:
-    if "tok" not in text.lower():
-        return Figure(parse_duration(text, field), "s")
+    if Path(text).is_file():
+        return figure_of_log(Path(text), field)
     match = _RATE.fullmatch(text.strip())
     try:
-        rate = float(match[1]) * _SCALES[match[2].lower()] if match else 0.0
-    except ValueError:
+        if not match:
+            return Figure(parse_duration(text, field), "s")
+        rate = float(match[1]) * _SCALES[match[2].lower()]
+    except (ConfigError, ValueError):
         rate = 0.0
     if not match or not 0 < rate < 1e15:
-        allowed = "a step's time such as 14.7s, or a rate: 9800tokens/s, 9800tokens/s/GPU"
-        raise ConfigError(field, text, allowed)
+        allowed = (
+            "a step's time such as 14.7s, a rate: 9800tokens/s, 9800tokens/s/GPU, or a "
+            "training log that exists"
+        )
+        raise ConfigError(field, text, allowed) from None
     return Figure(rate, "tokens/s/GPU" if match[3] else "tokens/s")
 
 
-MeasuredFigure = Annotated[Figure, Reader(read=_read_figure, metavar="14.7s")]
+MeasuredFigure = Annotated[Figure, Reader(read=_read_figure, metavar="14.7s|LOG")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +136,7 @@ class MeasuredStep:
         """Return the measured step as plain data; peak: FLOP/s of a rank."""
         rate = tokens / num_ranks if tokens else None
         rows = []
-        for name, per_token in conventions(flops).items():
+        for name, per_token in (flops.by_convention() if flops else {}).items():
             of_peak = peak and rate and 100 * rate * per_token / peak
             rows.append(
                 {
@@ -112,20 +156,6 @@ class MeasuredStep:
             "factors": {**self.factors},
             "interval_s": self.interval_s,
         }
-
-
-def conventions(flops: TokenFlops | None) -> dict[str, float]:
-    """Return the FLOPs of a token by convention, those that are defined."""
-    if flops is None:
-        return {}
-    of_all = {
-        "causal": flops.causal,
-        "torchtitan": flops.torchtitan,
-        "palm-all": flops.palm_all,
-        "6n": flops.six_n,
-        "hfu": flops.hfu,
-    }
-    return {name: per_token for name, per_token in of_all.items() if per_token is not None}
 
 
 def factor_for(step_s: Callable[[float], float], measured_s: float) -> float | None:

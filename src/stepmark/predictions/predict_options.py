@@ -75,8 +75,8 @@ class Basis:
     )
     curve: str | None = flag("measured times of collectives: a run or nccl-tests files")
     anchor: str | None = flag(
-        "fit factors to measured steps: a run, or a CSV of options and step times",
-        metavar="RUN|CSV",
+        "fit factors to measured steps: a run, a log, or a CSV of options and step times",
+        metavar="RUN|LOG|CSV",
         rare=True,
     )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR", rare=True)
@@ -94,7 +94,7 @@ class Basis:
         rare=True,
     )
     measured: MeasuredFigure | None = flag(
-        "compare with a measured step, or 9800tokens/s, or 9800tokens/s/GPU"
+        "compare with a measured step: its time, 9800tokens/s/GPU or a log"
     )
     force: bool = flag(
         "use a calibration of another device or version", default=False, rare=True

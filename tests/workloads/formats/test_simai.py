@@ -90,6 +90,14 @@ def test_operations_send_and_compute_what_the_rows_say(path: Path) -> None:
         assert 0 <= sent[key] - num_bytes < workload.world_size * len(rows)
 
 
+@pytest.mark.parametrize("path", SIMAI, ids=name_of)
+def test_what_aicb_leaves_out_of_the_backward_pass_is_told(path: Path) -> None:
+    """AICB's own files of the same job without AIOB have these all-reduces."""
+    is_lacking = "aiob_example" in path.name and "_sp" not in path.parent.name
+    notes = " ".join(simai.read(path).notes)
+    assert ("no row has an all-reduce of input gradients" in notes) == is_lacking
+
+
 def test_micro_batches_and_layers_are_found(tmp_path: Path) -> None:
     """96 micro-batches of 12 layers, forward and then back from the last."""
     (path,) = (one for one in SIMAI if "gpt175b" in str(one) and "aiob_ex" in str(one))

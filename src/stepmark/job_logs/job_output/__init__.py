@@ -117,7 +117,7 @@ _WORDS = (
     *(b"rocess name", b"raining c", b"raining f", b"raining is", b"raining has", b"COMPLETED"),
     *(b"Completed ", b"uccessfully completed", b"uccessfully finished", b"Succeeded"),
     *(b"train_runtime", b"Trainer.fit", b"Avg bus", b"nThread", b"redop", b"oncluded"),
-    *(b"Logging error",),
+    *(b"Logging error", b'"run_stop"'),
 )
 # With a date of ISO or of glog.
 _CLOCK = re.compile(

@@ -313,7 +313,17 @@ class Reader:
                 in_file.add(op, group, times[number], num_bytes=num_bytes)
                 read.add(op, group, times[number])
         cells = [cell for row in self.rows for cell in row.cells]
+        # aliyun/SimAI#123: AICB's generator with --aiob_enable, without sequence parallelism.
+        layers = [row for row in self.rows if row.name in ("attention_layer", "mlp_layer")]
+        reducing = [row for row in layers if row.cells[0].comm == "ALLREDUCE"]
+        lacks_backward = bool(reducing) and all(row.cells[1].comm == NONE for row in reducing)
         notes = remarks(
+            (
+                lacks_backward,
+                "no row has an all-reduce of input gradients, which tensor parallelism needs "
+                "where a row has one forward: AICB leaves them out with --aiob_enable, so the "
+                "backward pass sends too little (the same without AIOB has them)",
+            ),
             (
                 all(cell.compute_ns <= 1 for cell in cells),
                 "every compute time is 1 ns: AICB's filler where there is no profile",

@@ -1,0 +1,143 @@
+"""The steady state of a training log: warm-up, median, outliers and trend of its steps.
+
+Warm-up: the first line, and as many as stats.steady_from leaves out (MSER) of costs that are
+limited to outliers' bounds. Outliers: further from the median than 5 standard deviations by the
+median absolute deviation, and than 2 %. The interval of the median and the test of the trend
+(Mann and Kendall; slope by Theil and Sen) count as many independent steps as an autoregression
+with the autocorrelation r of neighbours has: n (1 - r) / (1 + r).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import NormalDist, fmean, median
+
+from stepmark.ground.stats import quantile, steady_from
+from stepmark.job_logs.training_log.training_log import TrainingLog
+
+_FEWEST = 8  # lines from which warm-up, outliers and a trend can be told
+_DEVIATIONS = 5.0
+_LEAST_OUTLIER = 0.02
+_NORMAL_MAD = 1.4826  # standard deviation of a normal distribution over its MAD
+_MOST_AUTOCORRELATION = 0.99
+_MOST_POINTS = 400  # of the trend, whose pairs are compared
+_TREND_P = 0.01
+_LEAST_TREND = 0.002  # over all steady steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteadyState:
+    """Statistics of costs (TrainingLog.costs) after warm-up.
+
+    num_warmup and outliers: lines of the log, from 0. low and high: the 95 % interval of the
+    median. outlier_share: of the time, beyond the median. trend: change of the cost over 1,000
+    steps, relative; None: none that is certain. is_steady: whether warm-up ends in the first
+    half of the log; else statistics are those of its second half.
+    """
+
+    num_warmup: int
+    num_lines: int
+    num_steps: int
+    median: float
+    quartiles: tuple[float, float]
+    low: float
+    high: float
+    outliers: tuple[int, ...] = ()
+    outlier_share: float = 0.0
+    trend: float | None = None
+    is_steady: bool = True
+
+
+def steady_state(log: TrainingLog) -> SteadyState:
+    """Return the steady state of a log."""
+    costs = log.costs
+    num_warmup = min(1, len(costs) - 1)
+    is_steady = True
+    if len(costs) >= _FEWEST:
+        limited = _limited(costs[1:])
+        steady = steady_from(limited)
+        is_steady = steady is not None
+        num_warmup = 1 + steady if steady is not None else len(costs) // 2
+    own = costs[num_warmup:]
+    spans = [step.span for step in log.steps[num_warmup:]]
+    ordered = sorted(own)
+    middle = quantile(ordered, 0.5)
+    correlation = _autocorrelation(_limited(own))
+    low, high = _interval(ordered, correlation)
+    outliers = _outliers(own) if len(costs) >= _FEWEST else []
+    lost = math.fsum(max(0.0, own[place] - middle) * spans[place] for place in outliers)
+    total = math.fsum(cost * span for cost, span in zip(own, spans, strict=True))
+    numbers = [step.number for step in log.steps[num_warmup:]]
+    return SteadyState(
+        num_warmup=num_warmup,
+        num_lines=len(own),
+        num_steps=sum(spans),
+        median=middle,
+        quartiles=(quantile(ordered, 0.25), quantile(ordered, 0.75)),
+        low=low,
+        high=high,
+        outliers=tuple(num_warmup + place for place in outliers),
+        outlier_share=lost / total,
+        trend=_trend(numbers, own) if len(own) >= _FEWEST else None,
+        is_steady=is_steady,
+    )
+
+
+def _bound(costs: Sequence[float]) -> tuple[float, float]:
+    """Return the median, and how far from it an outlier is at least."""
+    middle = median(costs)
+    deviation = median(abs(cost - middle) for cost in costs)
+    return middle, max(_DEVIATIONS * _NORMAL_MAD * deviation, _LEAST_OUTLIER * middle)
+
+
+def _limited(costs: Sequence[float]) -> list[float]:
+    """Return the costs, outliers moved to the bound: a checkpoint is no end of warm-up."""
+    middle, bound = _bound(costs)
+    return [min(max(cost, middle - bound), middle + bound) for cost in costs]
+
+
+def _outliers(costs: Sequence[float]) -> list[int]:
+    middle, bound = _bound(costs)
+    return [place for place, cost in enumerate(costs) if abs(cost - middle) > bound]
+
+
+def _autocorrelation(costs: Sequence[float]) -> float:
+    """Return the correlation of neighbours, 0 where it is negative."""
+    mean = fmean(costs)
+    squares = math.fsum((cost - mean) ** 2 for cost in costs)
+    if squares <= 0.0 or len(costs) < _FEWEST:
+        return 0.0
+    products = math.fsum((a - mean) * (b - mean) for a, b in pairwise(costs))
+    return min(max(0.0, products / squares), _MOST_AUTOCORRELATION)
+
+
+def _interval(ordered: Sequence[float], correlation: float) -> tuple[float, float]:
+    """Return the 95 % interval of the median by order statistics."""
+    num_independent = len(ordered) * (1 - correlation) / (1 + correlation)
+    half = NormalDist().inv_cdf(0.975) / (2 * math.sqrt(num_independent))
+    return quantile(ordered, max(0.0, 0.5 - half)), quantile(ordered, min(1.0, 0.5 + half))
+
+
+def _trend(numbers: Sequence[int], costs: Sequence[float]) -> float | None:
+    """Return the relative change over 1,000 steps, if it is certain and not negligible."""
+    every = math.ceil(len(costs) / _MOST_POINTS)
+    points = list(zip(numbers[::every], costs[::every], strict=True))
+    n = len(points)
+    sign = 0
+    slopes = []
+    for place, (x, y) in enumerate(points):
+        for later_x, later_y in points[place + 1 :]:
+            sign += (later_y > y) - (later_y < y)
+            if later_x > x:
+                slopes.append((later_y - y) / (later_x - x))
+    if not slopes:
+        return None
+    slope = median(slopes)
+    # A trend is itself a correlation of neighbours (Hamed and Rao, J. Hydrology 204, 1998).
+    correlation = _autocorrelation(_limited([y - slope * x for x, y in points]))
+    variance = n * (n - 1) * (2 * n + 5) / 18 * (1 + correlation) / (1 - correlation)
+    p = 2 * (1 - NormalDist().cdf(max(0, abs(sign) - 1) / math.sqrt(variance)))
+    change = slope / median(costs)
+    is_certain = p <= _TREND_P and abs(change) * (numbers[-1] - numbers[0]) >= _LEAST_TREND
+    return 1000 * change if is_certain else None

@@ -1,0 +1,261 @@
+"""A training log: the steps of its last start, with their times, and the facts of the job."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from stepmark.ground.errors import ConfigError
+from stepmark.job_logs.training_log.log_formats import BRIDGE
+from stepmark.job_logs.training_log.step_lines import LoggedStep, StepLines, read_step_lines
+
+# A time between two readings of a clock counts where it is so many times the clock's unit.
+_CLOCK_UNITS = 50
+_MOST_RESTARTS = 0.1  # of the lines: more are lines of several ranks without a tag
+_FEWEST_RESTARTS = 3
+SECONDS = "s"
+TOKENS = "tokens/s/GPU"
+SAMPLES = "samples/s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFacts:
+    """What a log states of its job; None: it does not.
+
+    batch: sequences of a step. memory_bytes: reserved at most, of the rank that states it.
+    """
+
+    num_ranks: int | None = None
+    batch: int | None = None
+    seq_len: int | None = None
+    tokens: int | None = None  # of a step
+    parameters: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingLog:
+    """Steps of one rank since the last start, in the order of their numbers.
+
+    unit: of `costs`. time_from: how the times of steps are known. pause_s: time between
+    blocks of steps, where a clock tells it. num_ranks_logged: ranks with lines of these steps.
+    restarts: first steps of later starts. num_torn: lines of steps that are cut.
+    """
+
+    file: str
+    trainer: str
+    facts: LogFacts
+    steps: tuple[LoggedStep, ...]
+    unit: str
+    time_from: str
+    pause_s: float = 0.0
+    num_ranks_logged: int = 1
+    restarts: tuple[LoggedStep, ...] = ()
+    num_torn: int = 0
+    digits: int | None = None
+    remark: str = ""
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of a step, those of the last one; None where the log does not state them."""
+        return tokens_of(self.facts, self.steps[-1].batch)
+
+    @property
+    def costs(self) -> list[float]:
+        """Seconds of each step; where they are unknown, of one token of a GPU or a sample."""
+        if self.unit == SECONDS:
+            return [own.step_s for own in self.steps if own.step_s]
+        name = "tokens_per_s_gpu" if self.unit == TOKENS else "samples_per_s"
+        return [1 / getattr(own, name) for own in self.steps]
+
+
+def read_training_log(path: Path) -> TrainingLog:
+    """Return the steps of a file. Raises ConfigError where it has none, or no rate of them."""
+    return log_of(path, read_step_lines(path))
+
+
+def log_of(path: Path, readers: Sequence[StepLines]) -> TrainingLog:
+    """Return the steps in these lines of a file. Raises ConfigError as read_training_log."""
+    with_steps = [own for own in readers if own.steps]
+    if not with_steps:
+        raise ConfigError("file", path, f"a log of a trainer{_refusal(readers)}")
+    # Megatron-Bridge's first rank prints a time without a number, its last rank the whole line.
+    best = max(with_steps, key=lambda own: (own.log_format.has_numbers, _most(own)))
+    log = _log(path, best)
+    is_bridge = any(own.log_format.trainer == BRIDGE for own in with_steps)
+    return replace(log, trainer=BRIDGE) if is_bridge else log
+
+
+def _refusal(readers: Sequence[StepLines]) -> str:
+    if any(own.num_torn for own in readers):
+        return ": none of its lines of steps is whole"
+    if any(own.num_other for own in readers):
+        return ": its lines state means since the start, or evaluations, and no step"
+    return ", with steps"
+
+
+def _most(lines: StepLines) -> int:
+    return max(map(len, lines.steps.values()), default=0)
+
+
+def _log(path: Path, lines: StepLines) -> TrainingLog:
+    tag = max(lines.steps, key=lambda own: len(lines.steps[own]))
+    facts = LogFacts(**{name: int(value) for name, value in lines.facts.items()})
+    starts = _starts(path, lines.steps[tag])
+    own = lines.log_format
+    steps, pause_s = starts[-1], 0.0
+    time_from = "as printed"
+    if "samples" in own.figures:
+        steps, pause_s = _of_blocks(path, steps, facts.batch)
+        time_from = "by the clock of its blocks"
+    elif own.resolution_s:
+        steps = _by_clock(path, steps, own.resolution_s)
+        time_from = "by the clock of its bar, in whole seconds"
+    else:
+        steps = _spans(steps, is_mean=own.is_mean)
+        if "step_s" not in own.figures:
+            time_from = "by its throughput and the batch"
+    steps = [_completed(step, facts) for step in steps]
+    return TrainingLog(
+        file=str(path),
+        trainer=own.trainer,
+        facts=facts,
+        steps=tuple(steps),
+        unit=_unit(path, steps),
+        time_from=time_from,
+        pause_s=pause_s,
+        num_ranks_logged=len(lines.steps),
+        restarts=tuple(start[0] for start in starts[1:]),
+        num_torn=lines.num_torn,
+        digits=own.digits,
+        remark=own.remark,
+    )
+
+
+def _starts(path: Path, steps: Sequence[LoggedStep]) -> list[list[LoggedStep]]:
+    """Return the steps of each start: numbers go back where a job continues a checkpoint.
+
+    A line of the same step again is of another rank, unless it has another time by a clock.
+    """
+    starts: list[list[LoggedStep]] = [[steps[0]]]
+    for before, step in pairwise(steps):
+        if step.number < before.number:
+            starts.append([step])
+        elif step.number > before.number or step.clock_s != before.clock_s:
+            starts[-1].append(step)
+    if len(starts) - 1 > max(_FEWEST_RESTARTS, _MOST_RESTARTS * len(steps)):
+        allowed = (
+            "a log of one rank, or with the launcher's prefix of each: step numbers go back in "
+            f"{len(starts) - 1} of {len(steps)} lines"
+        )
+        raise ConfigError("file", path, allowed)
+    return starts
+
+
+def _spans(steps: Sequence[LoggedStep], *, is_mean: bool) -> list[LoggedStep]:
+    """Return the steps with the number of those that each line is the mean of."""
+    gaps = [after.number - before.number for before, after in pairwise(steps)]
+    interval = round(median(gaps)) if gaps and is_mean else 1
+    first = replace(steps[0], span=1 if steps[0].number <= 1 else interval)
+    return [
+        first,
+        *(
+            replace(own, span=min(gap, interval))
+            for own, gap in zip(steps[1:], gaps, strict=True)
+        ),
+    ]
+
+
+def _by_clock(
+    path: Path, points: Sequence[LoggedStep], resolution_s: float
+) -> list[LoggedStep]:
+    """Return steps by differences of a clock that counts in such units."""
+    least_s = _CLOCK_UNITS * resolution_s
+    steps = []
+    first = points[0]
+    for point in points[1:]:
+        assert first.clock_s is not None
+        assert point.clock_s is not None
+        elapsed_s = point.clock_s - first.clock_s
+        span = point.number - first.number
+        if elapsed_s >= least_s and span:
+            steps.append(replace(point, span=span, step_s=elapsed_s / span))
+            first = point
+    if not steps:
+        allowed = f"a log of at least {least_s:g} s of steps: its clock counts whole seconds"
+        raise ConfigError("file", path, allowed)
+    return steps
+
+
+def _of_blocks(
+    path: Path, blocks: Sequence[LoggedStep], batch: int | None
+) -> tuple[list[LoggedStep], float]:
+    """Return the mean step of each block, and the time between blocks."""
+    if not batch:
+        raise ConfigError("file", path, "a log that states its global_batch_size, too")
+    steps = []
+    for own in blocks:
+        assert own.clock_s is not None
+        assert own.begin_s is not None
+        assert own.begin_samples is not None
+        span = round((own.number - own.begin_samples) / batch)
+        elapsed_s = own.clock_s - own.begin_s
+        if span > 0 and elapsed_s > 0:
+            number = own.number // batch
+            steps.append(replace(own, number=number, span=span, step_s=elapsed_s / span))
+    if not steps:
+        raise ConfigError("file", path, "a log with blocks of samples that were trained on")
+    pauses = ((b.begin_s or 0.0) - (a.clock_s or 0.0) for a, b in pairwise(steps))
+    return steps, sum(max(0.0, pause_s) for pause_s in pauses)
+
+
+def _completed(step: LoggedStep, facts: LogFacts) -> LoggedStep:
+    """Return the step with what follows from its figures and the facts without rounding."""
+    figures = asdict(step)
+    batch = step.batch or facts.batch
+    tokens = tokens_of(facts, step.batch)
+    ranks = facts.num_ranks
+    if figures["tokens_per_s"] is None and step.tokens_per_s_gpu and ranks:
+        figures["tokens_per_s"] = step.tokens_per_s_gpu * ranks
+    if step.step_s is None:
+        figures["step_s"] = _step_s(figures, batch, tokens)
+    if figures["tokens_per_s"] is None and figures["step_s"] and tokens:
+        figures["tokens_per_s"] = tokens / figures["step_s"]
+    if step.tokens_per_s_gpu is None and figures["tokens_per_s"] and ranks:
+        figures["tokens_per_s_gpu"] = figures["tokens_per_s"] / ranks
+    return LoggedStep(**figures)
+
+
+def tokens_of(facts: LogFacts, batch: float | None) -> int | None:
+    """Return the tokens of a step. batch: as its line states it."""
+    batch = batch or facts.batch
+    if facts.tokens or not batch or not facts.seq_len:
+        return facts.tokens
+    return round(batch) * facts.seq_len
+
+
+def _step_s(
+    figures: dict[str, float | None], batch: float | None, tokens: float | None
+) -> float | None:
+    """Return the seconds of a step by a rate; the one with most digits counts."""
+    for amount, name in (
+        (batch, "samples_per_s"),
+        (tokens, "tokens_per_s"),
+        (1, "batches_per_s"),
+    ):
+        rate = figures[name]
+        if amount and rate:
+            return amount / rate
+    return None
+
+
+def _unit(path: Path, steps: Sequence[LoggedStep]) -> str:
+    """Return what every step has: its time, or else a rate."""
+    if all(own.step_s for own in steps):
+        return SECONDS
+    if all(own.tokens_per_s_gpu for own in steps):
+        return TOKENS
+    if all(own.samples_per_s for own in steps):
+        return SAMPLES
+    raise ConfigError("file", path, "a log that states the time or the rate of every step")

@@ -1,0 +1,283 @@
+"""Laws of training logs: a figure that is read is one that was printed."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.job_logs.training_lines import (
+    BATCH,
+    RANKS,
+    SEQ_LEN,
+    TOKENS,
+    VERSIONS,
+    KnownStep,
+    Version,
+    hugging_face,
+    known_steps,
+    mlperf,
+)
+
+from stepmark.ground.errors import ConfigError
+from stepmark.job_logs.training_log.training_log import TrainingLog, read_training_log
+
+FOREIGN = (
+    "WARNING:root:iteration 7/9 took longer | step: 3",
+    "[rank3]: UserWarning: barrier(): using the device under current context",
+    "node7:4242:4242 [0] NCCL INFO Channel 00/16 : 0 1 2 3",
+    " > finished loading 12 of 7 parts in 8.5 s",
+    "validation loss at iteration 10 | lm loss value: 3.200000E+00 | lm loss PPL: 2.4E+01 |",
+    "[titan] 2026-08-01 10:00:00,123 - root - INFO - validate step: 10  loss:  3.2000  "
+    "memory: 42.50GiB(53.70%)  tps: 1,234",
+    "",
+)
+NAMED = pytest.mark.parametrize("version", VERSIONS, ids=[own.name for own in VERSIONS])
+
+
+def read(folder: Path, text: str | bytes) -> TrainingLog:
+    path = folder / "job.log"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return read_training_log(path)
+
+
+def lines_of(version: Version, steps: Iterable[KnownStep]) -> list[str]:
+    return [*version.head, *(line for step in steps for line in version.lines(step))]
+
+
+def check(log: TrainingLog, version: Version, steps: Sequence[KnownStep]) -> None:
+    """Check that each step that was read is one of these, with its figures."""
+    by_number = {step.number: step for step in steps}
+    for own in log.steps:
+        step = by_number[own.number]
+        cost_s = own.step_s or TOKENS / RANKS / (own.tokens_per_s_gpu or 0)
+        assert cost_s == pytest.approx(step.step_s, rel=version.rounding)
+        if own.loss is not None:
+            assert own.loss == pytest.approx(step.loss, rel=6e-3)
+        if own.tokens_per_s_gpu is not None:
+            rate = TOKENS / RANKS / step.step_s
+            assert own.tokens_per_s_gpu == pytest.approx(rate, rel=max(2e-4, version.rounding))
+
+
+@NAMED
+def test_a_whole_log_gives_all_steps(version: Version, tmp_path: Path) -> None:
+    steps = known_steps(seed=1, count=30)
+    log = read(tmp_path, "\n".join([*lines_of(version, steps), ""]))
+    assert [own.number for own in log.steps] == [step.number for step in steps]
+    assert log.trainer == version.trainer
+    assert all(own.step_s for own in log.steps)
+    check(log, version, steps)
+
+
+@NAMED
+def test_a_line_every_ten_steps_is_their_mean(version: Version, tmp_path: Path) -> None:
+    steps = known_steps(seed=2, count=12, interval=10)
+    log = read(tmp_path, "\n".join([*lines_of(version, steps), ""]))
+    is_mean = version.trainer != "DeepSpeed"
+    assert {own.span for own in log.steps} == {10 if is_mean else 1}
+
+
+@NAMED
+@given(seed=st.integers(0, 2**32), place=st.floats(0, 1))
+def test_a_log_that_is_cut_gives_right_figures_or_none(
+    version: Version, seed: int, place: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    steps = known_steps(seed, count=5)
+    text = "\n".join([*lines_of(version, steps), ""]).encode()
+    try:
+        log = read(tmp_path_factory.getbasetemp(), text[: round(place * len(text))])
+    except ConfigError:
+        return
+    check(log, version, steps)
+
+
+@NAMED
+def test_the_last_line_may_be_cut_anywhere(version: Version, tmp_path: Path) -> None:
+    steps = known_steps(seed=12, count=3)
+    text = "\n".join([*lines_of(version, steps), ""]).encode()
+    for num_lost in range(1, 50):
+        check(read(tmp_path, text[:-num_lost]), version, steps)
+
+
+def test_a_step_has_no_figures_of_the_next_whose_first_line_is_lost(tmp_path: Path) -> None:
+    version = next(own for own in VERSIONS if own.name == "composer")
+    steps = known_steps(seed=13, count=9)
+    lines = lines_of(version, steps)
+    lines.remove("[batch=5/9000]:")
+    rate = BATCH / steps[3].step_s
+    lines.remove(f"\t Train throughput/samples_per_sec: {rate:.4f}")
+    log = read(tmp_path, "\n".join([*lines, ""]))
+    assert [own.number for own in log.steps] == [1, 2, 3, 6, 7, 8, 9]
+    check(log, version, steps)
+
+
+@NAMED
+@given(seed=st.integers(0, 2**32))
+def test_other_output_between_lines_changes_nothing(
+    version: Version, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    random = Random(seed)
+    steps = known_steps(seed, count=6)
+    lines = lines_of(version, steps)
+    for _ in range(8):
+        lines.insert(random.randrange(len(lines) + 1), random.choice(FOREIGN))
+    prefix = random.choice(("", "0: ", "[default0]: "))
+    log = read(tmp_path_factory.getbasetemp(), "".join(f"{prefix}{line}\n" for line in lines))
+    assert len(log.steps) == len(steps)
+    check(log, version, steps)
+
+
+@NAMED
+@given(seed=st.integers(0, 2**32))
+def test_other_output_within_a_line_gives_right_figures_or_none(
+    version: Version, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if version.has_open_end:
+        return
+    random = Random(seed)
+    steps = known_steps(seed, count=6)
+    lines = lines_of(version, steps)
+    number = random.randrange(len(version.head), len(lines))
+    line = lines[number]
+    place = random.randrange(len(line) + 1)
+    lines[number] = f"{line[:place]}\n{random.choice(FOREIGN)}\n{line[place:]}"
+    log = read(tmp_path_factory.getbasetemp(), "\n".join([*lines, ""]))
+    check(log, version, steps)
+
+
+@NAMED
+def test_ranks_that_log_the_same_steps_count_once(version: Version, tmp_path: Path) -> None:
+    steps = known_steps(seed=3, count=20)
+    lines = [
+        f"[default{rank}]: {line.removeprefix('[rank0]:')}"
+        for step in steps
+        for rank in range(4)
+        for line in version.lines(step)
+    ]
+    log = read(tmp_path, "\n".join([*version.head, *lines, ""]))
+    assert len(log.steps) == len(steps)
+    assert log.num_ranks_logged == 4
+    check(log, version, steps)
+
+
+def test_a_bar_that_is_drawn_again_counts_once(tmp_path: Path) -> None:
+    version = next(own for own in VERSIONS if own.name == "nemo 1")
+    steps = known_steps(seed=14, count=20)
+    lines = [line for step in steps for line in version.lines(step) * 3]
+    log = read(tmp_path, "\r".join([*lines, "\n"]))
+    assert [own.number for own in log.steps] == [step.number for step in steps]
+    check(log, version, steps)
+
+
+def test_lines_have_their_numbers_in_the_file(tmp_path: Path) -> None:
+    version = VERSIONS[1]
+    lines = [
+        *version.head,
+        *(
+            "\n".join(["", "x" * 50_000, line])
+            for s in known_steps(1, 60)
+            for line in version.lines(s)
+        ),
+    ]
+    path = tmp_path / "job.log"
+    path.write_text("\n".join([*lines, ""]))
+    text = path.read_text().split("\n")
+    for own in read_training_log(path).steps:
+        assert f" {own.number}/" in text[own.line - 1]
+
+
+def test_facts_are_those_of_the_job(tmp_path: Path) -> None:
+    by_name = {version.name: version for version in VERSIONS}
+    for name in ("megatron 2.6", "torchtitan 2024", "torchtitan 2026", "composer"):
+        steps = known_steps(seed=4, count=8)
+        log = read(tmp_path, "\n".join([*lines_of(by_name[name], steps), ""]))
+        assert log.facts.num_ranks == RANKS
+        own = log.steps[-1]
+        assert own.tokens_per_s == pytest.approx(TOKENS / steps[-1].step_s, rel=2e-4)
+        assert own.tokens_per_s_gpu == pytest.approx(
+            TOKENS / RANKS / steps[-1].step_s, rel=1e-4
+        )
+
+
+def test_a_restart_leaves_the_last_start(tmp_path: Path) -> None:
+    version = VERSIONS[1]
+    steps = known_steps(seed=5, count=40)
+    text = "\n".join([*lines_of(version, steps[:30]), *lines_of(version, steps[20:]), ""])
+    log = read(tmp_path, text)
+    assert [own.number for own in log.steps] == list(range(21, 41))
+    assert [own.number for own in log.restarts] == [21]
+
+
+def test_untagged_lines_of_several_ranks_are_refused(tmp_path: Path) -> None:
+    version = VERSIONS[1]
+    steps = known_steps(seed=6, count=40)
+    order = [step for a, b in zip(steps[::2], steps[1::2], strict=True) for step in (b, a)]
+    with pytest.raises(ConfigError, match="step numbers go back in 20 of 40 lines"):
+        read(tmp_path, "\n".join([*lines_of(version, order), ""]))
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_hugging_face_by_the_clock_of_its_bar(is_new: bool, tmp_path: Path) -> None:
+    steps = known_steps(seed=7, count=200)
+    log = read(tmp_path, "\n".join([*hugging_face(steps, is_new=is_new), ""]))
+    mean_s = sum(step.step_s for step in steps) / len(steps)
+    seconds = sum((own.step_s or 0) * own.span for own in log.steps)
+    assert seconds / sum(own.span for own in log.steps) == pytest.approx(mean_s, rel=0.02)
+    for own in log.steps:
+        exact = sum(step.step_s for step in steps[own.number - own.span : own.number])
+        assert (own.step_s or 0) * own.span == pytest.approx(exact, abs=1.0)
+    assert log.steps[-1].samples_per_s is None
+    assert log.facts.batch == BATCH
+
+
+def test_a_bar_of_less_than_its_clock_can_tell_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least 50 s of steps"):
+        read(tmp_path, "\n".join([*hugging_face(known_steps(seed=8, count=5)), ""]))
+
+
+@given(seed=st.integers(0, 2**32))
+def test_mlperf_blocks_without_their_evaluations(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    random = Random(seed)
+    blocks = known_steps(seed, count=8)
+    lines = mlperf(blocks)
+    del lines[random.randrange(2, len(lines))]
+    log = read(tmp_path_factory.getbasetemp(), "\n".join([*lines, ""]))
+    assert len(log.steps) >= 6
+    for own in log.steps:
+        block = blocks[own.number // 10 - 1]
+        assert own.step_s == pytest.approx(block.step_s, rel=1e-3)
+        assert own.tokens_per_s == pytest.approx(BATCH * SEQ_LEN / block.step_s, rel=1e-3)
+        assert own.span == 10
+
+
+def test_mlperf_states_the_time_between_blocks(tmp_path: Path) -> None:
+    log = read(tmp_path, "\n".join([*mlperf(known_steps(seed=9, count=5)), ""]))
+    assert log.pause_s == pytest.approx(4 * 33.25, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[INFO] 0/10, SamplesPerSec=12.5\n" * 20, "means since the start"),
+        ("| elapsed time per iteration (ms): 12\n" * 9, "none of its lines of steps is whole"),
+        ("hello\n", "with steps"),
+        (
+            "\n".join(line for line in mlperf(known_steps(1, 5)) if "global_batch" not in line),
+            "states its global_batch_size",
+        ),
+    ],
+)
+def test_what_cannot_be_told_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(tmp_path, text)
+
+
+def test_rates_without_a_batch_stay_rates(tmp_path: Path) -> None:
+    version = next(own for own in VERSIONS if own.name == "deepspeed")
+    lines = [line for step in known_steps(1, 9) for line in version.lines(step)]
+    log = read(tmp_path, "\n".join([*lines, ""]))
+    assert log.unit == "samples/s"
+    assert log.costs[0] == pytest.approx(known_steps(1, 1)[0].step_s / BATCH)
