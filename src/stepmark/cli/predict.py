@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stepmark.cli.commands import Command, Values
-from stepmark.cli.workload import framework_of
+from stepmark.cli.workload import file_framework, framework_of
 from stepmark.ground import options
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_grid import Grid, read_grid
@@ -30,7 +30,7 @@ class _Command(Command):
 
 def command(words: list[str]) -> Command:
     """Return the command, with the settings of the framework that the words name."""
-    framework = framework_of(words)
+    framework = framework_of(words) or file_framework(words)
     if not framework:
         from stepmark.predictions.predict_options import PredictOptions  # noqa: PLC0415
 

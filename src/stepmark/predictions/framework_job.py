@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stepmark.framework_files import configuration
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import flag
 from stepmark.model.network_options import NetworkOptions
 from stepmark.predictions.predict_options import Basis, PredictionFiles, PredictOptions
 from stepmark.step.workload import Workload
 from stepmark.workloads import workload_flags
+from stepmark.workloads.rules import find_rule
 from stepmark.workloads.workload import generate
 from stepmark.workloads.workload_options import Experts, FrameworkChoice, Layout, Model
 
@@ -58,20 +60,24 @@ def generated(framework: str, values: tuple[tuple[str, Any], ...]) -> Workload:
 
 def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
     """Return the workload of the job. Raises ConfigError."""
-    names = [*job.models, *([job.model] if job.model else [])]
-    if len(names) > 1:
-        raise ConfigError("model", ", ".join(names), "one model")
+    named = [*job.models, *([job.model] if job.model else [])]
+    names = [name for name in named if not configuration.is_framework_file(name)]
+    files = [name for name in (*named, job.config) if name and name not in names]
+    if len(names) > 1 or len(files) > 1:
+        both = names if len(names) > 1 else files
+        raise ConfigError("model", ", ".join(both), "one model and one framework's file")
     if job.nproc and job.world_size and job.nproc != job.world_size:
         raise ConfigError("nproc", job.nproc, f"--world-size ({job.world_size})")
     if job.from_run:
         raise ConfigError(
             "from-run", job.from_run, "left out: --framework says what the step is"
         )
-    assert job.framework
-    cls = workload_flags.options_class(job.framework, has_ignored=False)
+    framework = job.framework or configuration.framework_of(files[0])
+    cls = workload_flags.options_class(find_rule(framework), has_ignored=False)
     values = _values(job, cls)
     values |= {"model": "".join(names) or None, "world_size": job.world_size or job.nproc}
-    return make(job.framework, tuple(values.items()))
+    values["config"] = "".join(files) or None
+    return make(find_rule(framework), tuple(values.items()))
 
 
 def basis_of(job: FrameworkJob) -> PredictOptions:
