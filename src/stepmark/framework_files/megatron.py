@@ -7,6 +7,7 @@ each is here.
 
 import ast
 import re
+import shlex
 
 from stepmark.framework_files.table import (
     FALSE,
@@ -27,6 +28,7 @@ from stepmark.ground.errors import ConfigError
 _MLA = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 _MLA_DEFAULTS = ("0", "512", "128", "64", "128")  # MLATransformerConfig
 _MOST_LAYERS = 100_000
+_PER_NODE = 8
 # Sizes of vocabularies that a type of tokenizer fixes.
 _VOCABULARIES = {
     "GPT2BPETokenizer": "50257",
@@ -45,7 +47,7 @@ _MODEL = {
     "swiglu": Entry(option="swiglu", values=ON, default=FALSE),
     "normalization": Entry(
         option="norm",
-        values={"layernorm": "layernorm", "rmsnorm": "rmsnorm"},
+        values={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
         default="layernorm",
     ),
     "disable-bias-linear": Entry(option="linear_bias", values=OFF, default=TRUE),
@@ -123,7 +125,6 @@ _SETTINGS = {
     "moe-token-dispatcher-type": Entry(
         option="moe_token_dispatcher_type",
         values={"allgather": "allgather", "alltoall": "alltoall"},
-        default="allgather",
     ),
     "moe-router-dtype": Entry(
         option="moe_router_dtype", values={"fp32": "fp32", "fp64": "fp64", "model": "model"}
@@ -485,6 +486,8 @@ _UNMODELLED = {
         "dataloader-inter-document-masking reset-attention-mask reset-position-ids",
     ),
     **unmodelled("it has its usual memory", "use-precision-aware-optimizer"),
+    **unmodelled("ranks are in the order tp, cp, dp, pp", "use-tp-pp-dp-mapping"),
+    **unmodelled("the router balances without iterations", "sinkhorn"),
 }
 
 _OTHER_FAMILY = "left out: this family of models is not modelled"
@@ -537,7 +540,7 @@ _REFUSED = {
         kitchen-recipe-number logits-load-dir logits-save-dir moe-combine-bwd-dtype
         moe-dispatch-fwd-dtype moe-expert-rank-capacity-factor moe-layer-recompute
         optimizer-cpu-offload sft te-precision-config-file use-kitchen-attention
-        use-megatron-fsdp use-torch-fsdp2 use-tp-pp-dp-mapping spec
+        use-megatron-fsdp use-torch-fsdp2 spec
         """,
     ),
     **refused(
@@ -606,6 +609,9 @@ def _prepare(keys: Keys) -> Keys:
     if keys.get("moe-token-dispatcher-type") == "flex":
         keys["moe-token-dispatcher-type"] = "alltoall"
         keys.setdefault("moe-flex-dispatcher-backend", "deepep")
+    if keys.get("moe-router-load-balancing-type") == "sinkhorn":
+        keys["moe-router-load-balancing-type"] = "none"
+        keys["sinkhorn"] = "true"
     if keys.get("transformer-impl") == "local" or keys.get("spec") == "local":
         keys.pop("spec", None)
         keys.pop("transformer-impl", None)
@@ -663,6 +669,7 @@ def _prepare_model(keys: Keys) -> None:
         keys["moe-layer-freq"] = _dense_layers(keys["moe-layer-freq"])
     if "num-experts" in keys:
         keys.setdefault("moe-router-topk", "2")
+        keys.setdefault("moe-token-dispatcher-type", "allgather")
     else:
         keys.pop("moe-router-topk", None)
     if "vocab-size" not in keys and "padded-vocab-size" not in keys:
@@ -682,6 +689,8 @@ def _complete(keys: Keys) -> Keys:
             del keys["q-lora-rank"]
     elif "num-query-groups" in keys:
         keys["group-query-attention"] = "true"
+    if "num-experts" in keys:
+        keys.setdefault("moe-token-dispatcher-type", "alltoall")
     if "recompute-modules" in keys:
         keys["recompute-modules"] = keys["recompute-modules"].replace(",", " ")
     if keys.get("max-position-embeddings") == "0":
@@ -689,8 +698,20 @@ def _complete(keys: Keys) -> Keys:
         keys["max-position-embeddings"] = keys.get("seq-length", "4096")
     if (dense := keys.pop("moe-layer-freq", "0")) != "0":
         keys["moe-layer-freq"] = f"([0]*{dense}+[1]*{int(keys['num-layers']) - int(dense)})"
-    keys.pop("world-size", None)
     return keys
+
+
+def script(keys: Keys) -> str:
+    """Return a shell script that trains with these arguments."""
+    world_size = int(keys.pop("world-size", "1"))
+    per_node = _PER_NODE if world_size % _PER_NODE == 0 else world_size
+    lines = ["#!/bin/bash", "ARGS=("]
+    for name, value in keys.items():
+        words = "" if value == "true" else " ".join(map(shlex.quote, value.split()))
+        lines.append(f"    --{name} {words}".rstrip())
+    launch = f"torchrun --nproc_per_node {per_node} --nnodes {world_size // per_node}"
+    lines += [")", f'{launch} pretrain_gpt.py "${{ARGS[@]}}"']
+    return "\n".join(lines) + "\n"
 
 
 def _dense_layers(text: str) -> str:

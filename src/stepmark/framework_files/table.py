@@ -132,22 +132,26 @@ class Table:
             notes=tuple(notes),
         )
 
-    def write(self, options: Options) -> Keys:
-        """Return the keys of these options, in the order of the table. Raises ConfigError."""
-        written = {
-            entry.option: (key, entry)
-            for key, entry in reversed(self.entries.items())
-            if entry.option
-        }
-        for name, value in options.items():
-            if name not in written:
-                raise ConfigError(name.replace("_", "-"), value, f"left out: {self.title} has none")
-        keys: Keys = {}
+    def write(self, options: Options, defaults: Options) -> Keys:
+        """Return the keys of these options, in the order of the table. Raises ConfigError.
+
+        defaults: of ours; they are written where the framework has another default.
+        """
+        first: dict[str, tuple[str, Entry]] = {}
         for key, entry in self.entries.items():
-            value = options.get(entry.option)
-            if value is None or written[entry.option][0] != key or value == entry.default:
-                continue
-            keys[key] = _theirs(entry, value, self.title)
+            if entry.option:
+                first.setdefault(entry.option, (key, entry))
+        for name, value in options.items():
+            if name not in first and value != defaults.get(name):
+                allowed = f"left out: {self.title}'s file has no such key"
+                raise ConfigError(name.replace("_", "-"), value, allowed)
+        keys: Keys = {}
+        for name, (key, entry) in first.items():
+            default = defaults.get(name) if entry.default is None else entry.default
+            if name in options and options[name] != default:
+                theirs = _theirs(entry, options[name], self.title)
+                if theirs != "false" or entry.values not in (ON, OFF):
+                    keys[key] = theirs
         return self.complete(keys)
 
     def _entry(self, key: str, value: str, where: str) -> Entry:
@@ -166,7 +170,8 @@ def _is_off(entry: Entry, value: str) -> bool:
 def _ours(entry: Entry, key: str, value: str, where: str) -> str:
     if not entry.values:
         return value
-    ours = entry.values.get(value.lower())
+    by_word = {word.lower(): ours for word, ours in entry.values.items()}
+    ours = by_word.get(value.lower())
     if ours is None:
         raise ConfigError(f"{where}: {key}", value, f"one of {', '.join(entry.values)}")
     return ours

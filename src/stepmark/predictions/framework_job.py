@@ -58,14 +58,25 @@ def generated(framework: str, values: tuple[tuple[str, Any], ...]) -> Workload:
     return generate(cls(**dict(values)))
 
 
-def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
-    """Return the workload of the job. Raises ConfigError."""
+def named_files(job: FrameworkJob) -> tuple[list[str], list[str]]:
+    """Return the models and the frameworks' files that the job names. Raises ConfigError."""
     named = [*job.models, *([job.model] if job.model else [])]
     names = [name for name in named if not configuration.is_framework_file(name)]
     files = [name for name in (*named, job.config) if name and name not in names]
     if len(names) > 1 or len(files) > 1:
-        both = names if len(names) > 1 else files
-        raise ConfigError("model", ", ".join(both), "one model and one framework's file")
+        several = names if len(names) > 1 else files
+        raise ConfigError("model", ", ".join(several), "one model and one framework's file")
+    return names, files
+
+
+def file_notes(job: FrameworkJob) -> tuple[str, ...]:
+    """Return what is said of the keys of the framework's file. Raises ConfigError."""
+    return tuple(note for name in named_files(job)[1] for note in configuration.read(name).notes)
+
+
+def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
+    """Return the workload of the job. Raises ConfigError."""
+    names, files = named_files(job)
     if job.nproc and job.world_size and job.nproc != job.world_size:
         raise ConfigError("nproc", job.nproc, f"--world-size ({job.world_size})")
     if job.from_run:

@@ -6,10 +6,12 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from stepmark.framework_files.table import Translation
+from stepmark.framework_files.table import Options, Translation
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.options import build
+from stepmark.ground.options import build, exact
 from stepmark.ground.options import options as declared
+from stepmark.model.model import ModelConfig
+from stepmark.step.workload import Workload
 from stepmark.workloads.rules import RULES, find_rule, idle_with
 from stepmark.workloads.workload_flags import typed
 from stepmark.workloads.workload_options import Experts, GenerateOptions, Model
@@ -110,3 +112,81 @@ def _option_of(cls: type, field: str) -> str:
         if word in (option.name.replace("_", "-"), *(each.lstrip("-") for each in option.words)):
             return option.name
     return ""
+
+
+def options_of(workload: Workload) -> tuple[Options, Options]:
+    """Return the options that describe a generated workload, and their defaults.
+
+    Raises ConfigError for a workload that no rule generated.
+    """
+    rule = RULES.get(workload.rules)
+    made = rule.job_of(workload) if rule and rule.has_job else None
+    if rule is None or made is None:
+        allowed = "one that `workload generate` made of a decoder, with all its ranks"
+        raise ConfigError("workload", workload.name, allowed)
+    job, settings = made
+    parallel = job.parallel
+    options = _of_model(job.model) | {
+        "seq_len": str(job.model.seq_len),
+        "tp": str(parallel.tp),
+        "pp": str(parallel.pp),
+        "cp": str(parallel.cp),
+        "ep": str(parallel.ep),
+        "dp_replicate": str(parallel.dp_replicate),
+        "mbs": str(job.mbs),
+        "gbs": str(job.global_batch),
+        "dtype": str(job.dtype),
+        "world_size": str(workload.world_size),
+    }
+    own = rule.fields()
+    values = {name: getattr(settings, name) for name in own if name in workload.settings}
+    options |= {name: _text(value) for name, value in values.items() if value is not None}
+    made_by_default = rule.make()
+    defaults = dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate"), "1")
+    defaults |= {
+        name: _text(value)
+        for name in own
+        if (value := getattr(made_by_default, name)) is not None
+    }
+    return options, defaults
+
+
+def _of_model(model: ModelConfig) -> Options:
+    """Return the options of a model of given widths."""
+    if model.attention_bias:
+        allowed = "left out: files of frameworks have biases of q, k and v alone, or all"
+        raise ConfigError("attention-bias", "true", allowed)
+    options = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size or (model.moe or model).ffn_hidden_size,
+        "num_heads": model.num_heads,
+        "vocab_size": model.vocab_size,
+        "max_positions": model.max_positions,
+        "swiglu": model.activation == "swiglu",
+        "norm": model.norm,
+        "linear_bias": model.linear_bias,
+        "qkv_bias": model.qkv_bias,
+        "qk_norm": model.qk_norm,
+        "untied": not model.tied_embeddings,
+    }
+    if mla := model.mla:
+        widths = {field.name: getattr(mla, field.name) or 0 for field in fields(mla)}
+        options |= widths
+    else:
+        options |= {"num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    if moe := model.moe:
+        options |= {
+            "num_experts": moe.num_experts,
+            "top_k": moe.top_k,
+            "moe_ffn_hidden_size": moe.ffn_hidden_size,
+            "dense_layers": moe.first_dense_layers,
+            "router_bias": moe.router_bias,
+        }
+        if moe.num_shared_experts:
+            options["shared_ffn_hidden_size"] = moe.shared_ffn_hidden_size
+    return {name: _text(value) for name, value in options.items()}
+
+
+def _text(value: object) -> str:
+    return exact(value) if isinstance(value, float) else str(value)

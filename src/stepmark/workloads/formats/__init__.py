@@ -152,6 +152,13 @@ FORMATS: dict[str, Format] = {
         is_one=lambda head: False,
         reads=False,
     ),
+    "megatron-args": Format(
+        module="megatron_args",
+        help="a script with Megatron-LM's arguments, which --config reads",
+        suffix=".sh",
+        is_one=lambda head: False,
+        reads=False,
+    ),
 }
 
 

@@ -1,0 +1,113 @@
+"""A framework's file that is written for a workload generates the same workload."""
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.workloads.flag_layouts import JOBS, VALUES
+
+from stepmark.ground.errors import ConfigError
+from stepmark.step.workload import Workload
+from stepmark.workloads import workload_flags
+from stepmark.workloads.formats import FORMATS
+from stepmark.workloads.rules import RULES
+from stepmark.workloads.workload import generate
+
+PROGRAM = ("groups", "blocks", "stages", "world_size", "num_microbatches", "tokens")
+FRAMEWORKS = {"megatron": "megatron-args"}
+LAYOUTS = {
+    "megatron": {
+        "tp": (1, 2, 4),
+        "pp": (1, 2, 4),
+        "cp": (1, 2),
+        "gbs": (16, 32, 64),
+        "mbs": (1, 2),
+        "world_size": (8, 16, 32),
+    },
+}
+
+
+def workload(framework: str, values: dict[str, Any]) -> Workload:
+    cls = workload_flags.options_class(framework, has_ignored=False)
+    return generate(cls(framework=framework, **values))
+
+
+def draw(framework: str, seed: int) -> Workload | None:
+    """Return the workload of a layout that is drawn; None where no step can have it."""
+    rng = random.Random(seed)
+    values = dict(rng.choice(JOBS[framework]))
+    for name in rng.sample(sorted(LAYOUTS[framework]), rng.randint(0, 3)):
+        values[name] = rng.choice(LAYOUTS[framework][name])
+    fields = RULES[framework].fields()
+    for name in rng.sample(sorted(fields), rng.randint(0, 4)):
+        kind = workload_flags.kind_of(fields[name])
+        if kind is bool:
+            values[name] = rng.random() < 0.5
+        elif isinstance(kind, type) and issubclass(kind, str) and hasattr(kind, "__members__"):
+            values[name] = rng.choice([*kind])
+        elif name in VALUES:
+            values[name] = rng.choice(VALUES[name])
+    try:
+        return workload(framework, values)
+    except ConfigError:
+        return None
+
+
+def written(made: Workload, framework: str, folder: Path) -> Path:
+    form = FORMATS[FRAMEWORKS[framework]]
+    path = folder / f"file{form.suffix}"
+    path.write_text("".join(form.load().write(made)))
+    return path
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_reading_what_was_written_generates_the_same_workload(
+    framework: str, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made = draw(framework, seed)
+    if made is None:
+        return
+    folder = tmp_path_factory.mktemp("written")
+    try:
+        path = written(made, framework, folder)
+    except ConfigError as error:  # a setting that the framework's file cannot have
+        assert "left out" in error.allowed or "one of" in error.allowed, error
+        return
+    again = workload(framework, {"config": str(path)})
+    for name in PROGRAM:
+        assert getattr(again, name) == getattr(made, name), (name, path.read_text())
+
+
+def test_a_layout_of_every_kind_is_written(tmp_path: Path) -> None:
+    for framework in FRAMEWORKS:
+        count = 0
+        for values in JOBS[framework]:
+            made = workload(framework, values)
+            try:
+                path = written(made, framework, tmp_path)
+            except ConfigError:
+                continue
+            again = workload(framework, {"config": str(path)})
+            count += 1
+            assert [getattr(again, name) == getattr(made, name) for name in PROGRAM] == [
+                True
+            ] * len(PROGRAM), path.read_text()
+        assert count > 0.7 * len(JOBS[framework])
+
+
+def test_a_workload_of_another_framework_is_refused() -> None:
+    made = workload("deepspeed", dict(JOBS["deepspeed"][0]))
+    with pytest.raises(ConfigError, match="megatron"):
+        list(FORMATS["megatron-args"].load().write(made))
+
+
+def test_a_captured_workload_is_refused() -> None:
+    made = workload("megatron", dict(JOBS["megatron"][0]))
+    with pytest.raises(ConfigError, match="rules"):
+        list(FORMATS["megatron-args"].load().write(dataclasses.replace(made, rules="capture")))
