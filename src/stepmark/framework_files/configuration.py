@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.framework_files import megatron, shell
-from stepmark.framework_files.table import Keys, Table, Translation, text_of
+from stepmark.framework_files import megatron, shell, torchtitan
+from stepmark.framework_files.table import Keys, Table, Translation, flat, text_of
 from stepmark.framework_files.yaml_text import read_yaml
 from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import read_whole
 
 _MAX_BYTES = 2**20
+_TORCHTITAN = ("job", "model", "training", "parallelism", "activation_checkpoint", "optimizer")
 _ARGUMENTS = ("--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length")
 
 
@@ -28,6 +29,12 @@ class Kind:
 
 def _has_arguments(content: object) -> bool:
     return isinstance(content, str) and any(name in content for name in _ARGUMENTS)
+
+
+def _has_tables(content: object, names: tuple[str, ...]) -> bool:
+    """Return whether it has two of these tables at least."""
+    tables = content if isinstance(content, dict) else {}
+    return sum(isinstance(tables.get(name), dict) for name in names) > 1
 
 
 def _is_megatron_yaml(content: object) -> bool:
@@ -55,6 +62,11 @@ KINDS: Mapping[str, Kind] = {
         table=megatron.TABLE,
         is_one=lambda content: _has_arguments(content) or _is_megatron_yaml(content),
         keys=_megatron_keys,
+    ),
+    "torchtitan": Kind(
+        table=torchtitan.TABLE,
+        is_one=lambda content: _has_tables(content, _TORCHTITAN),
+        keys=lambda content, where: dict(flat(content)),
     ),
 }
 

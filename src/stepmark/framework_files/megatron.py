@@ -753,4 +753,5 @@ TABLE = Table(
     entries=_MODEL | _JOB | _SETTINGS | _WITHOUT_EFFECT | _UNMODELLED | _REFUSED,
     prepare=_prepare,
     complete=_complete,
+    implied=("dp_shard",),
 )

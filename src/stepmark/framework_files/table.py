@@ -86,7 +86,7 @@ class Table:
     """All keys of a framework's file.
 
     prepare: joins keys that mean one option together, before they are looked up; complete:
-    its inverse, after options are written.
+    its inverse, after options are written. implied: options that others of a file imply.
     """
 
     framework: str
@@ -94,6 +94,7 @@ class Table:
     entries: Mapping[str, Entry]
     prepare: Callable[[Keys], Keys] = _as_is
     complete: Callable[[Keys], Keys] = _as_is
+    implied: tuple[str, ...] = ()
 
     def read(self, keys: Keys, where: str) -> Translation:
         """Return the keys as options. where: the file. Raises ConfigError."""
@@ -142,7 +143,8 @@ class Table:
             if entry.option:
                 first.setdefault(entry.option, (key, entry))
         for name, value in options.items():
-            if name not in first and value != defaults.get(name):
+            is_implied = name in self.implied or value == defaults.get(name)
+            if name not in first and not is_implied:
                 allowed = f"left out: {self.title}'s file has no such key"
                 raise ConfigError(name.replace("_", "-"), value, allowed)
         keys: Keys = {}

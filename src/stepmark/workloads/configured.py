@@ -1,26 +1,23 @@
 """Options of `workload generate` that a framework's own file gives: --config FILE."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from stepmark.framework_files.architecture import NAMES, widths_of
 from stepmark.framework_files.table import Options, Translation
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build, exact
 from stepmark.ground.options import options as declared
-from stepmark.model.model import ModelConfig
 from stepmark.step.workload import Workload
+from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES, find_rule, idle_with
 from stepmark.workloads.workload_flags import typed
-from stepmark.workloads.workload_options import Experts, GenerateOptions, Model
+from stepmark.workloads.workload_options import GenerateOptions
 
-# Options of a model that a job with another model has, too.
-_OF_JOB = ("model", "model_name", "scale", "seq_len", "make_vocab_size_divisible_by")
-ARCHITECTURE = frozenset(
-    field.name for cls in (Model, Experts) for field in fields(cls) if field.name not in _OF_JOB
-)
+ARCHITECTURE = frozenset(NAMES)
 _PRECISION = ("fp8_format", "fp8_recipe", "fp4_format", "fp4_recipe", "fp8_param_gather")
 
 
@@ -114,79 +111,53 @@ def _option_of(cls: type, field: str) -> str:
     return ""
 
 
-def options_of(workload: Workload) -> tuple[Options, Options]:
-    """Return the options that describe a generated workload, and their defaults.
+def options_of(workload: Workload, framework: str) -> tuple[Options, Options]:
+    """Return the options that describe a generated workload, and a framework's defaults.
 
-    Raises ConfigError for a workload that no rule generated.
+    Raises ConfigError for a workload that the framework's rules did not generate.
     """
+    base = RULES[framework]
     rule = RULES.get(workload.rules)
-    made = rule.job_of(workload) if rule and rule.has_job else None
-    if rule is None or made is None:
+    if rule is None or rule.module != base.module:
+        allowed = f"one by the rules of {framework}, whose file this is"
+        raise ConfigError("workload", workload.rules, allowed)
+    made = rule.job_of(workload)
+    if made is None:
         allowed = "one that `workload generate` made of a decoder, with all its ranks"
         raise ConfigError("workload", workload.name, allowed)
     job, settings = made
+    own = [
+        name for name in base.fields() if name in workload.settings or name in rule.fixed
+    ]
+    options = _of_job(job) | _texts({name: getattr(settings, name) for name in own})
+    options["world_size"] = str(workload.world_size)
+    if job.parallel.pp > 1 and "pp_microbatches" in own:
+        options["pp_microbatches"] = str(settings.pp_microbatches or job.num_microbatches)
+    defaults = dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard"), "1")
+    by_default = base.resolved(base.make(), job.parallel)
+    return options, defaults | _texts({name: getattr(by_default, name) for name in own})
+
+
+def _of_job(job: Job) -> Options:
+    """Return the options of the model, the axes and the batches."""
     parallel = job.parallel
-    options = _of_model(job.model) | {
-        "seq_len": str(job.model.seq_len),
-        "tp": str(parallel.tp),
-        "pp": str(parallel.pp),
-        "cp": str(parallel.cp),
-        "ep": str(parallel.ep),
-        "dp_replicate": str(parallel.dp_replicate),
-        "mbs": str(job.mbs),
-        "gbs": str(job.global_batch),
-        "dtype": str(job.dtype),
-        "world_size": str(workload.world_size),
+    options: dict[str, object] = {
+        "seq_len": job.model.seq_len,
+        **{name: getattr(parallel, name) for name in _AXES},
+        "mbs": job.mbs,
+        "gbs": job.global_batch,
+        "dtype": job.dtype,
     }
-    own = rule.fields()
-    values = {name: getattr(settings, name) for name in own if name in workload.settings}
-    options |= {name: _text(value) for name, value in values.items() if value is not None}
-    made_by_default = rule.make()
-    defaults = dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate"), "1")
-    defaults |= {
-        name: _text(value)
-        for name in own
-        if (value := getattr(made_by_default, name)) is not None
+    return widths_of(job.model) | {name: str(value) for name, value in options.items()}
+
+
+_AXES = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard")
+
+
+def _texts(values: Mapping[str, object]) -> Options:
+    """Return settings as options have them; None is left out."""
+    return {
+        name: exact(value) if isinstance(value, float) else str(value)
+        for name, value in values.items()
+        if value is not None
     }
-    return options, defaults
-
-
-def _of_model(model: ModelConfig) -> Options:
-    """Return the options of a model of given widths."""
-    if model.attention_bias:
-        allowed = "left out: files of frameworks have biases of q, k and v alone, or all"
-        raise ConfigError("attention-bias", "true", allowed)
-    options = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size or (model.moe or model).ffn_hidden_size,
-        "num_heads": model.num_heads,
-        "vocab_size": model.vocab_size,
-        "max_positions": model.max_positions,
-        "swiglu": model.activation == "swiglu",
-        "norm": model.norm,
-        "linear_bias": model.linear_bias,
-        "qkv_bias": model.qkv_bias,
-        "qk_norm": model.qk_norm,
-        "untied": not model.tied_embeddings,
-    }
-    if mla := model.mla:
-        widths = {field.name: getattr(mla, field.name) or 0 for field in fields(mla)}
-        options |= widths
-    else:
-        options |= {"num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    if moe := model.moe:
-        options |= {
-            "num_experts": moe.num_experts,
-            "top_k": moe.top_k,
-            "moe_ffn_hidden_size": moe.ffn_hidden_size,
-            "dense_layers": moe.first_dense_layers,
-            "router_bias": moe.router_bias,
-        }
-        if moe.num_shared_experts:
-            options["shared_ffn_hidden_size"] = moe.shared_ffn_hidden_size
-    return {name: _text(value) for name, value in options.items()}
-
-
-def _text(value: object) -> str:
-    return exact(value) if isinstance(value, float) else str(value)

@@ -159,6 +159,13 @@ FORMATS: dict[str, Format] = {
         is_one=lambda head: False,
         reads=False,
     ),
+    "torchtitan": Format(
+        module="torchtitan",
+        help="torchtitan's TOML, which --config reads",
+        suffix=".toml",
+        is_one=lambda head: False,
+        reads=False,
+    ),
 }
 
 
