@@ -12,7 +12,6 @@ FALSE = "False"
 ON = {"true": TRUE, "false": FALSE}
 OFF = {"true": FALSE, "false": TRUE}
 _SWITCHED_OFF = ("", "0", "0.0", "false", "none", "null", "[]", "disabled")
-_MOST = 12  # keys in a note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,7 @@ class Table:
             elif entry.no_effect:
                 idle.setdefault(entry.no_effect, []).append(key)
             elif _is_off(entry, value):
-                idle.setdefault("switched off", []).append(key)
+                idle.setdefault("as modelled", []).append(key)
             elif entry.unmodelled:
                 lacks.setdefault(entry.unmodelled, []).append(key)
             else:
@@ -122,7 +121,7 @@ class Table:
         }
         notes = [f"not modelled: {', '.join(keys)}: {text}" for text, keys in lacks.items()]
         notes += [
-            f"no effect on time and memory ({reason}): {_listed(names)}"
+            f"no effect on time and memory ({reason}): {', '.join(names)}"
             for reason, names in idle.items()
         ]
         return Translation(
@@ -187,11 +186,6 @@ def _theirs(entry: Entry, value: str, title: str) -> str:
             return theirs
     allowed = f"one of {', '.join(entry.values.values())} in {title}"
     raise ConfigError(entry.option.replace("_", "-"), value, allowed)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more
 
 
 def flat(tree: object, prefix: str = "") -> Iterator[tuple[str, str]]:

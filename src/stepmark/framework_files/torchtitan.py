@@ -111,6 +111,8 @@ _FLOAT8_GATHER = "quantize.linear.float8.enable_fsdp_float8_all_gather"
 _SCOPE = "compile.scope"
 _COUNT = "pipeline.microbatches"
 _STAGES = "pipeline.stages"
+_CP = "parallelism.context_parallel_degree"
+_PARAM_DTYPE = "training.mixed_precision_param"
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
 _USED = {
@@ -120,7 +122,7 @@ _USED = {
     "training.seq_len": Entry(option="seq_len", default="2048"),
     _BATCH: Entry(option="mbs", default="8"),
     "training.global_batch_size": Entry(option="gbs"),
-    "training.mixed_precision_param": Entry(option="param_dtype", values=_DTYPES),
+    _PARAM_DTYPE: Entry(option="param_dtype", values=_DTYPES),
     "training.mixed_precision_reduce": Entry(option="reduce_dtype", values=_DTYPES),
     "training.dtype": Entry(option="shard_dtype", values=_DTYPES),
     "training.max_norm": Entry(option="clip"),
@@ -138,7 +140,7 @@ _USED = {
     ),
     _COUNT: Entry(option="pp_microbatches"),
     _STAGES: Entry(option="pp_stages"),
-    "parallelism.context_parallel_degree": Entry(option="cp"),
+    _CP: Entry(option="cp"),
     "parallelism.expert_parallel_degree": Entry(option="ep"),
     _MODE: Entry(
         option="recompute",
@@ -370,6 +372,9 @@ def _complete(keys: Keys) -> Keys:
         keys["compile.enable"] = "true"
         parts = {"block": "model,loss", "layers": "model", "loss": "loss"}
         keys["compile.components"] = parts[scope]
+    is_sharded = "parallelism.data_parallel_shard_degree" in keys or _CP in keys
+    if (dtype := keys.get(_PARAM_DTYPE)) and not is_sharded:
+        raise ConfigError("param-dtype", dtype, "left out: torchtitan shards such weights")
     if keys.get("training.max_norm"):
         keys["training.max_norm"] = "1.0" if keys["training.max_norm"] == "True" else "0"
     pp = int(keys.get(_PP, "1"))

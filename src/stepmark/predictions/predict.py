@@ -64,7 +64,7 @@ def of_job(
     with Waiting("generating the workload"):
         workload = framework_job.workload_of(job, make)
     prediction = _predicted(framework_job.basis_of(job), workload, anchored)
-    return replace(prediction, notes=(*framework_job.file_notes(job), *prediction.notes))
+    return replace(prediction, notes=(*prediction.notes, *framework_job.file_notes(job)))
 
 
 def _delivered(options: Job, prediction: Prediction) -> int:

@@ -2,19 +2,20 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stepmark.cases.train_case import NARROW
 from stepmark.framework_files.architecture import NAMES, widths_of
 from stepmark.framework_files.table import Options, Translation
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build, exact
 from stepmark.ground.options import options as declared
 from stepmark.step.workload import Workload
+from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
 from stepmark.workloads.job import Job
-from stepmark.workloads.rules import RULES, find_rule, idle_with
-from stepmark.workloads.workload_flags import typed
+from stepmark.workloads.rules import RULES, find_rule
 from stepmark.workloads.workload_options import GenerateOptions
 
 ARCHITECTURE = frozenset(NAMES)
@@ -64,28 +65,12 @@ def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
     made = build(type(options), texts)
     changes: dict[str, Any] = {name: getattr(made, name) for name in texts}
     merged = replace(options, framework=framework, **changes)
-    merged = _without_idle(merged, framework, set(texts))
     if "num_layers" in texts and not merged.model_name:
         merged = replace(merged, model_name=Path(str(options.config)).stem)
     if merged.hidden_size and not (merged.model or merged.model_size or merged.vocab_size):
         allowed = f"--vocab-size, as {options.config} leaves it to a tokenizer"
         raise ConfigError("vocab-size", None, allowed)
     return merged
-
-
-def _without_idle(
-    options: GenerateOptions, framework: str, names: set[str]
-) -> GenerateOptions:
-    """Return the options without those of the file that others leave without effect."""
-    own = RULES[framework].fields()
-    values = asdict(RULES[framework].make()) | {
-        name: typed(field, value, name)
-        for name, field in own.items()
-        if (value := getattr(options, name, None)) is not None
-    }
-    idle = {name: None for name in names if name in own and idle_with(own[name], values)}
-    changes: dict[str, Any] = dict(idle)
-    return replace(options, **changes)
 
 
 @contextlib.contextmanager
@@ -134,6 +119,9 @@ def options_of(workload: Workload, framework: str) -> tuple[Options, Options]:
     if job.parallel.pp > 1 and "pp_microbatches" in own:
         options["pp_microbatches"] = str(settings.pp_microbatches or job.num_microbatches)
     defaults = dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard"), "1")
+    defaults["dtype"] = "bf16"
+    if job.products is not None and "fp8_format" not in base.fields():
+        options["precision"] = _precision_of(job.products)
     by_default = base.resolved(base.make(), job.parallel)
     return options, defaults | _texts({name: getattr(by_default, name) for name in own})
 
@@ -149,6 +137,15 @@ def _of_job(job: Job) -> Options:
         "dtype": job.dtype,
     }
     return widths_of(job.model) | {name: str(value) for name, value in options.items()}
+
+
+def _precision_of(products: ProductPrecision) -> str:
+    """Return the value of --precision with these products. Raises ConfigError."""
+    for name, recipe in NARROW.items():
+        made = by_recipe(Recipe(recipe.value))
+        if (made.dtype, made.scaling) == (products.dtype, products.scaling):
+            return name
+    raise ConfigError("products", products.dtype, f"those of one of {', '.join(NARROW)}")
 
 
 _AXES = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard")

@@ -123,11 +123,12 @@ def generate(options: GenerateOptions) -> Workload:
         return _generated(options)
     file = configured.read(options.config)
     with configured.naming_keys(options, file):
-        workload = _generated(configured.with_file(options, file))
+        workload = _generated(configured.with_file(options, file), options)
     return replace(workload, notes=(*workload.notes, *file.notes))
 
 
-def _generated(options: GenerateOptions) -> Workload:
+def _generated(options: GenerateOptions, typed: GenerateOptions | None = None) -> Workload:
+    """Return the workload. typed: the options without those of a framework's file."""
     framework = find_rule(options.framework or "megatron")
     rule = RULES[framework]
     options = _with_precision(_translated(options, rule), rule)
@@ -143,7 +144,7 @@ def _generated(options: GenerateOptions) -> Workload:
         return rule.workload(settings, options.world_size or 1)
     job, notes = _job(options, framework, settings)
     settings = rule.resolved(settings, job.parallel)
-    _check_effect(rule, settings, options)
+    _check_effect(rule, settings, typed or options)
     workload = rule.workload(job, settings)
     idle = _idle_notes(options, rule, workload, job, settings)
     notes = (*notes, *_script_notes(options, rule), *workload.notes, *idle)
