@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.framework_files import megatron, shell, torchtitan
+from stepmark.framework_files import accelerate, deepspeed, megatron, shell, torchtitan
 from stepmark.framework_files.table import Keys, Table, Translation, flat, text_of
 from stepmark.framework_files.yaml_text import read_yaml
 from stepmark.ground import json_text
@@ -15,6 +15,10 @@ from stepmark.ground.read_text import read_whole
 
 _MAX_BYTES = 2**20
 _TORCHTITAN = ("job", "model", "training", "parallelism", "activation_checkpoint", "optimizer")
+_DEEPSPEED = (
+    *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"),
+    *("gradient_accumulation_steps", "bf16", "fp16"),
+)
 _ARGUMENTS = ("--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length")
 
 
@@ -57,6 +61,21 @@ def _megatron_keys(content: Any, where: str) -> Keys:
     }
 
 
+def _flat_keys(content: Any, where: str) -> Keys:
+    return dict(flat(content))
+
+
+def _has_any(content: object, names: tuple[str, ...]) -> bool:
+    return isinstance(content, dict) and any(name in content for name in names)
+
+
+def _distributed(content: object) -> str:
+    """Return how accelerate distributes a job; "" for a file of other kinds."""
+    if not _has_any(content, ("distributed_type",)) or not isinstance(content, dict):
+        return ""
+    return str(content["distributed_type"]).upper()
+
+
 KINDS: Mapping[str, Kind] = {
     "megatron-args": Kind(
         table=megatron.TABLE,
@@ -66,7 +85,22 @@ KINDS: Mapping[str, Kind] = {
     "torchtitan": Kind(
         table=torchtitan.TABLE,
         is_one=lambda content: _has_tables(content, _TORCHTITAN),
-        keys=lambda content, where: dict(flat(content)),
+        keys=_flat_keys,
+    ),
+    "deepspeed": Kind(
+        table=deepspeed.TABLE,
+        is_one=lambda content: _has_any(content, _DEEPSPEED),
+        keys=_flat_keys,
+    ),
+    "accelerate": Kind(
+        table=accelerate.FSDP_TABLE,
+        is_one=lambda content: _distributed(content) not in ("", "DEEPSPEED"),
+        keys=_flat_keys,
+    ),
+    "accelerate with deepspeed": Kind(
+        table=accelerate.WITH_DEEPSPEED_TABLE,
+        is_one=lambda content: _distributed(content) == "DEEPSPEED",
+        keys=_flat_keys,
     ),
 }
 

@@ -754,4 +754,5 @@ TABLE = Table(
     prepare=_prepare,
     complete=_complete,
     implied=("dp_shard",),
+    has_flags=True,
 )

@@ -86,6 +86,7 @@ class Table:
 
     prepare: joins keys that mean one option together, before they are looked up; complete:
     its inverse, after options are written. implied: options that others of a file imply.
+    has_flags: a switch is on where it is given, and has no value.
     """
 
     framework: str
@@ -94,6 +95,7 @@ class Table:
     prepare: Callable[[Keys], Keys] = _as_is
     complete: Callable[[Keys], Keys] = _as_is
     implied: tuple[str, ...] = ()
+    has_flags: bool = False
 
     def read(self, keys: Keys, where: str) -> Translation:
         """Return the keys as options. where: the file. Raises ConfigError."""
@@ -151,8 +153,11 @@ class Table:
             default = defaults.get(name) if entry.default is None else entry.default
             if name in options and options[name] != default:
                 theirs = _theirs(entry, options[name], self.title)
-                if theirs != "false" or entry.values not in (ON, OFF):
+                if theirs != "false" or not self.has_flags:
                     keys[key] = theirs
+                elif name in defaults:
+                    allowed = f"left out: {self.title} has no argument for it"
+                    raise ConfigError(name.replace("_", "-"), options[name], allowed)
         return self.complete(keys)
 
     def _entry(self, key: str, value: str, where: str) -> Entry:

@@ -1,6 +1,7 @@
 """Options of `workload generate` that a framework's own file gives: --config FILE."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,7 @@ def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
         defaults = {name: text for name, text in defaults.items() if name not in ARCHITECTURE}
     if options.precision:
         values = {name: text for name, text in values.items() if name not in _PRECISION}
+    accumulated = values.pop("grad_accum", "")
     texts = {
         name: text
         for name, text in (defaults | values).items()
@@ -65,12 +67,25 @@ def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
     made = build(type(options), texts)
     changes: dict[str, Any] = {name: getattr(made, name) for name in texts}
     merged = replace(options, framework=framework, **changes)
+    if accumulated and merged.gbs is None:
+        merged = replace(merged, gbs=_global_batch(merged, accumulated))
     if "num_layers" in texts and not merged.model_name:
         merged = replace(merged, model_name=Path(str(options.config)).stem)
     if merged.hidden_size and not (merged.model or merged.model_size or merged.vocab_size):
         allowed = f"--vocab-size, as {options.config} leaves it to a tokenizer"
         raise ConfigError("vocab-size", None, allowed)
     return merged
+
+
+def _global_batch(options: GenerateOptions, accumulated: str) -> int:
+    """Return the sequences of a step of so many micro-batches. Raises ConfigError."""
+    if not accumulated.isdecimal() or not 1 <= int(accumulated) <= 2**20:
+        raise ConfigError("gradient_accumulation_steps", accumulated, "a number from 1")
+    axes = [getattr(options, name) or 1 for name in ("tp", "pp", "cp")]
+    data_axes = (options.dp_shard or 1) * (options.dp_replicate or 1)
+    world_size = options.world_size
+    data_ranks = world_size // math.prod(axes) if world_size else data_axes
+    return (options.mbs or 1) * int(accumulated) * max(1, data_ranks)
 
 
 @contextlib.contextmanager

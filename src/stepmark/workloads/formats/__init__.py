@@ -166,6 +166,13 @@ FORMATS: dict[str, Format] = {
         is_one=lambda head: False,
         reads=False,
     ),
+    "deepspeed": Format(
+        module="deepspeed_json",
+        help="DeepSpeed's JSON, which --config reads",
+        suffix=".json",
+        is_one=lambda head: False,
+        reads=False,
+    ),
 }
 
 
