@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.framework_files import accelerate, deepspeed, megatron, shell, torchtitan
+from stepmark.framework_files import (
+    accelerate,
+    deepspeed,
+    megatron,
+    nemo,
+    shell,
+    torchtitan,
+)
 from stepmark.framework_files.table import Keys, Table, Translation, flat, text_of
 from stepmark.framework_files.yaml_text import read_yaml
 from stepmark.ground import json_text
@@ -15,6 +22,7 @@ from stepmark.ground.read_text import read_whole
 
 _MAX_BYTES = 2**20
 _TORCHTITAN = ("job", "model", "training", "parallelism", "activation_checkpoint", "optimizer")
+_NEMO = ("trainer", "train")
 _DEEPSPEED = (
     *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"),
     *("gradient_accumulation_steps", "bf16", "fp16"),
@@ -84,12 +92,19 @@ KINDS: Mapping[str, Kind] = {
     ),
     "torchtitan": Kind(
         table=torchtitan.TABLE,
-        is_one=lambda content: _has_tables(content, _TORCHTITAN),
+        is_one=lambda content: _has_tables(content, _TORCHTITAN)
+        and not _has_any(content, _NEMO),
         keys=_flat_keys,
     ),
     "deepspeed": Kind(
         table=deepspeed.TABLE,
         is_one=lambda content: _has_any(content, _DEEPSPEED),
+        keys=_flat_keys,
+    ),
+    "nemo": Kind(
+        table=nemo.TABLE,
+        is_one=lambda content: _has_tables(content, ("trainer", "train", "model"))
+        and _has_any(content, _NEMO),
         keys=_flat_keys,
     ),
     "accelerate": Kind(

@@ -70,7 +70,9 @@ _OTHERS = {
         disable_allgather optimizer.params scheduler tensorboard wandb csv_monitor comet
         comms_logger flops_profiler monitor_config aio autotuning data_efficiency
         curriculum_learning progressive_layer_drop checkpoint nebula elasticity seed
-        dataloader_drop_last use_data_before_expert_parallelism fp16.auto_cast
+        dataloader_drop_last comms_config seq_parallel_communication_data_type
+        compile.disable compile.backend compile.offload_activation torch_autocast.dtype
+        torch_autocast.lower_precision_safe_modules use_data_before_expert_parallelism fp16.auto_cast
         fp16.loss_scale fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis
         fp16.min_loss_scale fp16.consecutive_hysteresis fp16.fp16_master_weights_and_grads
         bf16.auto_cast
@@ -117,6 +119,8 @@ _OTHERS = {
         {ZERO}.mics_hierarchical_params_gather {ZERO}.cpu_offload_use_pin_memory
         amp.enabled compression_training sparse_attention
         communication_compression pipeline hybrid_engine compile.enabled
+        compile.deepcompile torch_autocast.enabled bf16.bf16_master_weights_and_grads
+        bf16.bf16_optimizer_states {ZERO}.zenflow
         """,
         "-1",
     ),
@@ -128,13 +132,21 @@ _OTHERS = {
         unmodelled="the optimizer is Adam", off=("adam", "adamw", "cpuadam", "deepspeedcpuadam")
     ),
 }
+# Keys that DeepSpeed accepts without "stage3_", too (fields of DeepSpeedZeroConfig).
+_SHORT = (
+    *("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"),
+    *("param_persistence_threshold", "model_persistence_threshold"),
+    "gather_16bit_weights_on_model_save",
+)
+_RENAMED = {f"{ZERO}.{name}": f"{ZERO}.stage3_{name}" for name in _SHORT}
 # Sections whose keys matter to nobody here.
 _WHOLE = (
     *("optimizer.params", "scheduler", "tensorboard", "wandb", "csv_monitor", "comet"),
     *("comms_logger", "flops_profiler", "monitor_config", "aio", "autotuning"),
     *("data_efficiency", "curriculum_learning", "progressive_layer_drop", "checkpoint"),
     *("nebula", "elasticity", "compression_training", "sparse_attention", "pipeline"),
-    *("hybrid_engine", "communication_compression"),
+    *("hybrid_engine", "communication_compression", "comms_config"),
+    f"{ZERO}.zenflow",
 )
 
 
@@ -149,8 +161,12 @@ def joined_sections(keys: Keys) -> Keys:
 
 def _prepare(keys: Keys) -> Keys:
     """Join keys that mean one option. "auto" is left to a trainer, whose flags are ours."""
-    keys = joined_sections(keys)
-    keys = {name: value for name, value in keys.items() if value not in ("auto", "null")}
+    keys = joined_sections({_RENAMED.get(name, name): text for name, text in keys.items()})
+    keys = {
+        name: value
+        for name, value in keys.items()
+        if value not in ("auto", "null") and not name.startswith("_comment")
+    }
     keys["dtype"] = next(
         (name for name in ("bf16", "bfloat16", "fp16") if keys.pop(f"{name}.enabled", "") == "true"),
         "fp32",
