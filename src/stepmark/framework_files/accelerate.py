@@ -122,7 +122,8 @@ _DEEPSPEED = {
     **_COMMON,
     **DEEPSPEED_TABLE.entries,
     **refused(
-        "left out: name the DeepSpeed file itself", "deepspeed_config.deepspeed_config_file"
+        "a DeepSpeed file in its folder, or left out and named by itself",
+        "deepspeed_config.deepspeed_config_file",
     ),
     **without_effect(
         "loading and saving",
@@ -148,8 +149,14 @@ _DEEPSPEED_NAMES = {
 }
 
 
+def _deepspeed_name(name: str) -> str:
+    """Return the name in DeepSpeed's own file of a key that is one of its keys there."""
+    own = name.removeprefix("deepspeed_config.")
+    return _DEEPSPEED_NAMES.get(name, own if own in DEEPSPEED_TABLE.entries else name)
+
+
 def _prepare_deepspeed(keys: Keys) -> Keys:
-    keys = _joined({_DEEPSPEED_NAMES.get(name, name): value for name, value in keys.items()})
+    keys = _joined({_deepspeed_name(name): value for name, value in keys.items()})
     keys.pop("distributed_type", None)
     keys.pop("dynamo_config.dynamo_backend", None)
     precision = keys.pop("mixed_precision", "no")

@@ -73,6 +73,19 @@ def _flat_keys(content: Any, where: str) -> Keys:
     return dict(flat(content))
 
 
+def _keys_with_deepspeed(content: Any, where: str) -> Keys:
+    """Return the keys, and those of the DeepSpeed file that they name, if it is there."""
+    keys = _flat_keys(content, where)
+    name = keys.get("deepspeed_config.deepspeed_config_file", "")
+    folder = Path(where).parent
+    for path in (folder / name, folder / Path(name).name):
+        recognized = _recognized(path) if name else None
+        if recognized and recognized[0].table is deepspeed.TABLE:
+            del keys["deepspeed_config.deepspeed_config_file"]
+            return keys | _flat_keys(recognized[1], str(path))
+    return keys
+
+
 def _has_any(content: object, names: tuple[str, ...]) -> bool:
     return isinstance(content, dict) and any(name in content for name in names)
 
@@ -98,7 +111,8 @@ KINDS: Mapping[str, Kind] = {
     ),
     "deepspeed": Kind(
         table=deepspeed.TABLE,
-        is_one=lambda content: _has_any(content, _DEEPSPEED),
+        is_one=lambda content: _has_any(content, _DEEPSPEED)
+        and not _has_any(content, ("model_type", "architectures")),
         keys=_flat_keys,
     ),
     "nemo": Kind(
@@ -115,7 +129,7 @@ KINDS: Mapping[str, Kind] = {
     "accelerate with deepspeed": Kind(
         table=accelerate.WITH_DEEPSPEED_TABLE,
         is_one=lambda content: _distributed(content) == "DEEPSPEED",
-        keys=_flat_keys,
+        keys=_keys_with_deepspeed,
     ),
 }
 

@@ -70,7 +70,7 @@ _OTHERS = {
         disable_allgather optimizer.params scheduler tensorboard wandb csv_monitor comet
         comms_logger flops_profiler monitor_config aio autotuning data_efficiency
         curriculum_learning progressive_layer_drop checkpoint nebula elasticity seed
-        dataloader_drop_last comms_config seq_parallel_communication_data_type
+        dataloader_drop_last cuda_visible_devices comms_config seq_parallel_communication_data_type
         compile.disable compile.backend compile.offload_activation torch_autocast.dtype
         torch_autocast.lower_precision_safe_modules use_data_before_expert_parallelism fp16.auto_cast
         fp16.loss_scale fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis

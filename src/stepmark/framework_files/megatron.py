@@ -485,6 +485,7 @@ _UNMODELLED = {
         "sequences are filled by one document",
         "dataloader-inter-document-masking reset-attention-mask reset-position-ids",
     ),
+    **unmodelled("layers with MLA or experts have no biases", "add-bias-linear"),
     **unmodelled("it has its usual memory", "use-precision-aware-optimizer"),
     **unmodelled("ranks are in the order tp, cp, dp, pp", "use-tp-pp-dp-mapping"),
     **unmodelled("the router balances without iterations", "sinkhorn"),
@@ -507,7 +508,8 @@ _REFUSED = {
         mamba-num-heads mamba-state-dim moe-latent-size mtp-num-layers num-channels
         num-classes output-bert-embeddings patch-dim query-in-block-prob
         retriever-report-topk-accuracies retriever-score-scaling swin-backbone-type
-        vision-backbone-type vision-pretraining vision-pretraining-type
+        language-model-type vision-backbone-type vision-model-type vision-pretraining
+        vision-pretraining-type
         """,
     ),
     **refused(
@@ -562,13 +564,12 @@ _REFUSED = {
     **refused(
         "left out: give --tensor-model-parallel-size", "model-parallel-size"
     ),
-    **refused("left out: give --recompute-granularity", "checkpoint-activations"),
     **refused("left out: name the YAML file itself", "yaml-cfg"),
 }
 # Keys that `prepare` joins into others.
 _JOINED = (
     *("bf16", "fp16", "group-query-attention", "multi-latent-attention", "nnodes"),
-    *("nproc_per_node", "num-layers-per-virtual-pipeline-stage", "recompute-activations"),
+    *("checkpoint-activations", "nproc_per_node", "num-layers-per-virtual-pipeline-stage", "recompute-activations"),
     "use-rotary-position-embeddings",
 )
 
@@ -604,6 +605,8 @@ def _prepare(keys: Keys) -> Keys:
     keys.pop("nnodes", None)
     if keys.pop("recompute-activations", ""):
         keys.setdefault("recompute-granularity", "selective")
+    if keys.pop("checkpoint-activations", ""):  # of earlier versions
+        keys.setdefault("recompute-granularity", "full")
     if "recompute-modules" in keys:
         keys["recompute-modules"] = ",".join(keys["recompute-modules"].split())
     if keys.get("moe-token-dispatcher-type") == "flex":
@@ -648,6 +651,9 @@ def _prepare_model(keys: Keys) -> None:
     is_mla = keys.pop("multi-latent-attention", "")
     if not keys.pop("group-query-attention", "") or is_mla:
         keys.pop("num-query-groups", None)
+    if (is_mla or "num-experts" in keys) and "disable-bias-linear" not in keys:
+        keys["disable-bias-linear"] = "true"
+        keys["add-bias-linear"] = "true"
     if is_mla:
         keys.pop("qk-layernorm", None)  # of the compressed widths, which a step has anyway
         keys.pop("kv-channels", None)

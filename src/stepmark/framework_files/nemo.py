@@ -141,7 +141,7 @@ _OWN = {
     ),
     **refused(
         "left out: it is not modelled",
-        "cpu-offloading mcore-customization-config.new-decoder-architecture "
+        "cpu-offloading cpu-offloading-activations cpu-offloading-weights mcore-customization-config.new-decoder-architecture "
         "mcore-customization-config.parallel-attention",
     ),
     **refused("left out: FSDP of NeMo is not modelled", "fsdp"),
@@ -176,7 +176,8 @@ def _prepare(keys: Keys) -> Keys:
     if keys.get("model.optim.grad_sync_dtype") == "bf16":
         words["grad-reduce-in-bf16"] = "true"
     if keys.get("model.cpu_offloading") != "true":
-        keys.pop("model.cpu_offloading_num_layers", None)
+        for name in ("num_layers", "activations", "weights"):
+            keys.pop(f"model.cpu_offloading_{name}", None)
     for name, value in keys.items():
         words |= _in_words_of_megatron(name, value)
     if "num-query-groups" in words:

@@ -103,7 +103,13 @@ class Table:
         origin: dict[str, tuple[str, str]] = {}
         idle: dict[str, list[str]] = {}
         lacks: dict[str, list[str]] = {}
-        for key, value in self.prepare(dict(keys)).items():
+        prepared = self.prepare(dict(keys))
+        # A refusal says more than a key that is unknown because of what is refused.
+        for key, value in prepared.items():
+            refusal = self.entries.get(key, Entry())
+            if refusal.refused and not _is_off(refusal, value):
+                raise ConfigError(f"{where}: {key}", value, refusal.refused)
+        for key, value in prepared.items():
             entry = self._entry(key, value, where)
             if entry.option:
                 options[entry.option] = _ours(entry, key, value, where)
@@ -112,10 +118,8 @@ class Table:
                 idle.setdefault(entry.no_effect, []).append(key)
             elif _is_off(entry, value):
                 idle.setdefault("as modelled", []).append(key)
-            elif entry.unmodelled:
-                lacks.setdefault(entry.unmodelled, []).append(key)
             else:
-                raise ConfigError(f"{where}: {key}", value, entry.refused)
+                lacks.setdefault(entry.unmodelled, []).append(key)
         defaults = {
             entry.option: entry.default
             for entry in self.entries.values()

@@ -22,6 +22,7 @@ from stepmark.framework_files.table import (
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import find_model
 
+_FAMILIES = ("llama2", "llama3", "deepseek_v3", "qwen3")
 # Flavors that are models of ours; others have widths of their own.
 _BUILT_IN = {
     "llama2 7B": "llama-2-7b",
@@ -69,9 +70,31 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, *, untied: bool) -> O
     return _decoder(layers, hidden, heads, 8, ffn, 151936) | own
 
 
+def _experts(experts: int, top_k: int, ffn: int) -> Options:
+    widths = {"num_experts": experts, "top_k": top_k, "moe_ffn_hidden_size": ffn}
+    return {name: str(value) for name, value in widths.items()} | {
+        "dense_layers": "0",
+        "router_bias": "False",
+    }
+
+
 _FLAVORS: Mapping[str, Options] = {
     "llama2 13B": _decoder(40, 5120, 40, 40, 13824, 32000),
     "llama3 debugmodel": _decoder(6, 256, 16, 16, 768, 2048),
+    "llama3 debugmodel_flex_attn": _decoder(6, 256, 16, 16, 768, 2048),
+    "llama3 debugmodel_varlen_attn": _decoder(6, 256, 16, 16, 768, 2048),
+    "qwen3 debugmodel": _qwen3(8, 256, 16, 3072, untied=False) | {"vocab_size": "2048"},
+    "qwen3 debugmodel_moe": _qwen3(8, 256, 16, 3072, untied=True)
+    | {"vocab_size": "2048"}
+    | _experts(64, 8, 768),
+    "qwen3 235B-A22B": _qwen3(94, 4096, 64, 12288, untied=True)
+    | {"num_kv_heads": "4"}
+    | _experts(128, 8, 1536),
+    "deepseek_v3 debugmodel": _decoder(6, 256, 16, 16, 1024, 2048)
+    | _experts(8, 3, 256)
+    | {"dense_layers": "1", "shared_ffn_hidden_size": "512", "router_bias": "True"}
+    | {"q_lora_rank": "0", "kv_lora_rank": "512", "qk_nope_head_dim": "128"}
+    | {"qk_rope_head_dim": "64", "v_head_dim": "128"},
     "qwen3 0.6B": _qwen3(28, 1024, 16, 3072, untied=False),
     "qwen3 1.7B": _qwen3(28, 2048, 16, 6144, untied=False),
     "qwen3 4B": _qwen3(36, 2560, 32, 9728, untied=False),
@@ -181,7 +204,7 @@ _IDLE = {
         comm.save_traces_file_prefix comm.mode memory_estimation.enable
         memory_estimation.enabled memory_estimation.disable_fake_mode
         experimental.custom_import experimental.custom_args_module
-        experimental.custom_model_path compile.backend
+        experimental.custom_model_path compile.backend hf_transformers.model
         """,
     ),
     **without_effect(
@@ -254,6 +277,9 @@ _IDLE = {
         quantize.linear.float8.emulate float8.emulate
         """,
     ),
+    "model.name": Entry(
+        refused=f"one of {', '.join(_FAMILIES)}: this family of models is not modelled"
+    ),
     "optimizer.name": Entry(refused="AdamW: others are not modelled", off=("adamw", "adam")),
     "parallelism.expert_tensor_parallel_degree": Entry(
         refused="1, as experts have no tensor parallelism here", off=("1",)
@@ -291,6 +317,11 @@ def _prepare(keys: Keys) -> Keys:
 def _prepare_model(keys: Keys) -> None:
     family = keys.pop("model.name", "llama3")
     flavor = keys.pop("model.flavor", "debugmodel")
+    if family == "transformers_modeling_backend":
+        return  # the model is of Hugging Face's hub
+    if family not in _FAMILIES:
+        keys["model.name"] = family
+        return
     name = f"{family} {flavor}"
     if widths := _FLAVORS.get(name):
         keys["flavor.name"] = name.replace(" ", "-").lower()
@@ -350,7 +381,7 @@ def _prepare_pipeline(keys: Keys) -> None:
 def _num_layers(keys: Keys) -> int:
     if "flavor.num_layers" in keys:
         return int(keys["flavor.num_layers"])
-    return find_model(keys["model.flavor"]).num_layers
+    return find_model(keys.get("model.flavor", "")).num_layers
 
 
 def _complete(keys: Keys) -> Keys:
