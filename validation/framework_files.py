@@ -1,7 +1,7 @@
 """Published configurations of five kinds that `--config` accepts.
 
     python validation/framework_files.py draw CLONES    # 20 of each kind, by a seed
-    python validation/framework_files.py                # which are accepted, and why others are not
+    python validation/framework_files.py                # which are accepted
 
 CLONES has a git repository per owner+name (bare, with its history for torchtitan). The files
 are kept as their keys and values, with their source, in validation/data/framework-files.jsonl.
@@ -122,7 +122,9 @@ def draw(clones: Path) -> None:
     """Draw files by the seed, and write their keys and values with their source."""
     rows = []
     for kind, population in POPULATIONS.items():
-        files = sorted(files_of(population, clones), key=lambda file: (file["repo"], file["path"]))
+        files = sorted(
+            files_of(population, clones), key=lambda file: (file["repo"], file["path"])
+        )
         chosen = random.Random(SEED).sample(files, min(EACH, len(files)))
         print(f"{kind}: {len(chosen)} of {len(files)}")
         for file in chosen:

@@ -114,7 +114,11 @@ def framework_files(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each word that is a framework's file, with the framework."""
     for before, word in zip(["", *args], args, strict=False):
         name = word.partition("=")[2] if word.startswith("--") else word
-        if before in _NOT_A_JOB or word.partition("=")[0] in _NOT_A_JOB or not Path(name).is_file():
+        if (
+            before in _NOT_A_JOB
+            or word.partition("=")[0] in _NOT_A_JOB
+            or not Path(name).is_file()
+        ):
             continue
         from stepmark.framework_files import configuration  # noqa: PLC0415 - only with a file
 

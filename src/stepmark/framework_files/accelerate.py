@@ -5,8 +5,8 @@ Keys are those of accelerate/utils/dataclasses.py and commands/config/config_arg
 
 from collections.abc import Mapping
 
-from stepmark.framework_files.deepspeed import ZERO
 from stepmark.framework_files.deepspeed import TABLE as DEEPSPEED_TABLE
+from stepmark.framework_files.deepspeed import ZERO
 from stepmark.framework_files.table import (
     Entry,
     Keys,
@@ -133,6 +133,15 @@ _DEEPSPEED = {
         deepspeed_config.offload_optimizer_nvme_path
         deepspeed_config.offload_param_nvme_path fsdp_config
         """,
+    ),
+    **{
+        f"parallelism_config.parallelism_config_{axis}_size": Entry(
+            refused="1: DeepSpeed shards over data ranks alone", off=("1",)
+        )
+        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    },
+    "parallelism_config.parallelism_config_sp_backend": Entry(
+        no_effect="only with sequence parallelism"
     ),
     "zero3_init_flag": Entry(option="zero_init", values={"true": "True", "false": "False"}),
 }

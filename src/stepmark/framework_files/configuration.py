@@ -105,20 +105,24 @@ KINDS: Mapping[str, Kind] = {
     ),
     "torchtitan": Kind(
         table=torchtitan.TABLE,
-        is_one=lambda content: _has_tables(content, _TORCHTITAN)
-        and not _has_any(content, _NEMO),
+        is_one=lambda content: (
+            _has_tables(content, _TORCHTITAN) and not _has_any(content, _NEMO)
+        ),
         keys=_flat_keys,
     ),
     "deepspeed": Kind(
         table=deepspeed.TABLE,
-        is_one=lambda content: _has_any(content, _DEEPSPEED)
-        and not _has_any(content, ("model_type", "architectures")),
+        is_one=lambda content: (
+            _has_any(content, _DEEPSPEED)
+            and not _has_any(content, ("model_type", "architectures"))
+        ),
         keys=_flat_keys,
     ),
     "nemo": Kind(
         table=nemo.TABLE,
-        is_one=lambda content: _has_tables(content, ("trainer", "train", "model"))
-        and _has_any(content, _NEMO),
+        is_one=lambda content: (
+            _has_tables(content, ("trainer", "train", "model")) and _has_any(content, _NEMO)
+        ),
         keys=_flat_keys,
     ),
     "accelerate": Kind(

@@ -70,11 +70,13 @@ _OTHERS = {
         disable_allgather optimizer.params scheduler tensorboard wandb csv_monitor comet
         comms_logger flops_profiler monitor_config aio autotuning data_efficiency
         curriculum_learning progressive_layer_drop checkpoint nebula elasticity seed
-        dataloader_drop_last cuda_visible_devices comms_config seq_parallel_communication_data_type
+        dataloader_drop_last cuda_visible_devices comms_config
+        seq_parallel_communication_data_type
         compile.disable compile.backend compile.offload_activation torch_autocast.dtype
-        torch_autocast.lower_precision_safe_modules use_data_before_expert_parallelism fp16.auto_cast
+        torch_autocast.lower_precision_safe_modules use_data_before_expert_parallelism
+        fp16.auto_cast
         fp16.loss_scale fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis
-        fp16.min_loss_scale fp16.consecutive_hysteresis fp16.fp16_master_weights_and_grads
+        fp16.min_loss_scale fp16.consecutive_hysteresis
         bf16.auto_cast
         """,
     ),
@@ -119,7 +121,8 @@ _OTHERS = {
         {ZERO}.mics_hierarchical_params_gather {ZERO}.cpu_offload_use_pin_memory
         amp.enabled compression_training sparse_attention
         communication_compression pipeline hybrid_engine compile.enabled
-        compile.deepcompile torch_autocast.enabled bf16.bf16_master_weights_and_grads
+        compile.deepcompile torch_autocast.enabled
+        fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads
         bf16.bf16_optimizer_states {ZERO}.zenflow
         """,
         "-1",
@@ -168,7 +171,11 @@ def _prepare(keys: Keys) -> Keys:
         if value not in ("auto", "null") and not name.startswith("_comment")
     }
     keys["dtype"] = next(
-        (name for name in ("bf16", "bfloat16", "fp16") if keys.pop(f"{name}.enabled", "") == "true"),
+        (
+            name
+            for name in ("bf16", "bfloat16", "fp16")
+            if keys.pop(f"{name}.enabled", "") == "true"
+        ),
         "fp32",
     ).replace("bfloat16", "bf16")
     for name in ("bf16", "bfloat16", "fp16"):

@@ -26,7 +26,7 @@ from stepmark.framework_files.table import (
 from stepmark.ground.errors import ConfigError
 
 _MLA = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
-_MLA_DEFAULTS = ("0", "512", "128", "64", "128")  # MLATransformerConfig
+_MLA_DEFAULTS = ("0", "32", "128", "64", "128")
 _MOST_LAYERS = 100_000
 _PER_NODE = 8
 # Sizes of vocabularies that a type of tokenizer fixes.
@@ -113,9 +113,7 @@ _SETTINGS = {
     "disable-tp-comm-overlap-rs": Entry(option="tp_comm_overlap_rs", values=OFF),
     "no-masked-softmax-fusion": Entry(option="masked_softmax_fusion", values=OFF),
     "no-bias-swiglu-fusion": Entry(option="bias_swiglu_fusion", values=OFF),
-    "no-gradient-accumulation-fusion": Entry(
-        option="gradient_accumulation_fusion", values=OFF
-    ),
+    "no-gradient-accumulation-fusion": Entry(option="gradient_accumulation_fusion", values=OFF),
     "no-create-attention-mask-in-dataloader": Entry(
         option="create_attention_mask_in_dataloader", values=OFF
     ),
@@ -131,9 +129,7 @@ _SETTINGS = {
     ),
     "moe-router-load-balancing-type": Entry(
         option="moe_router_load_balancing_type",
-        values={
-            name: name for name in ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-        },
+        values={name: name for name in ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")},
     ),
     "recompute-granularity": Entry(
         option="recompute_granularity",
@@ -418,9 +414,7 @@ _UNMODELLED = {
     "cross-entropy-fusion-impl": Entry(
         unmodelled="kernels are those of the default", off=("native",)
     ),
-    "rotary-percent": Entry(
-        unmodelled="rotary positions cover whole heads", off=("1", "1.0")
-    ),
+    "rotary-percent": Entry(unmodelled="rotary positions cover whole heads", off=("1", "1.0")),
     **unmodelled("attention reaches all earlier tokens", "window-size"),
     "softmax-type": Entry(unmodelled="attention has no sinks", off=("vanilla",)),
     "position-embedding-type": Entry(unmodelled="positions are rotary, of one dimension"),
@@ -561,15 +555,18 @@ _REFUSED = {
         refused="transformer_engine or local", off=("transformer_engine",)
     ),
     **refused("left out: give --micro-batch-size", "batch-size"),
-    **refused(
-        "left out: give --tensor-model-parallel-size", "model-parallel-size"
-    ),
+    **refused("left out: give --tensor-model-parallel-size", "model-parallel-size"),
     **refused("left out: name the YAML file itself", "yaml-cfg"),
 }
 # Keys that `prepare` joins into others.
 _JOINED = (
     *("bf16", "fp16", "group-query-attention", "multi-latent-attention", "nnodes"),
-    *("checkpoint-activations", "nproc_per_node", "num-layers-per-virtual-pipeline-stage", "recompute-activations"),
+    *(
+        "checkpoint-activations",
+        "nproc_per_node",
+        "num-layers-per-virtual-pipeline-stage",
+        "recompute-activations",
+    ),
     "use-rotary-position-embeddings",
 )
 
@@ -648,27 +645,11 @@ def _prepare_pipeline(keys: Keys) -> None:
 
 
 def _prepare_model(keys: Keys) -> None:
-    is_mla = keys.pop("multi-latent-attention", "")
-    if not keys.pop("group-query-attention", "") or is_mla:
-        keys.pop("num-query-groups", None)
+    is_mla = bool(keys.pop("multi-latent-attention", ""))
+    _prepare_attention(keys, is_mla=is_mla)
     if (is_mla or "num-experts" in keys) and "disable-bias-linear" not in keys:
         keys["disable-bias-linear"] = "true"
         keys["add-bias-linear"] = "true"
-    if is_mla:
-        keys.pop("qk-layernorm", None)  # of the compressed widths, which a step has anyway
-        keys.pop("kv-channels", None)
-        for name, default in zip(_MLA, _MLA_DEFAULTS, strict=True):
-            keys.setdefault(name, default)
-    else:
-        for name in _MLA:
-            keys.pop(name, None)
-    positions = keys.get("position-embedding-type", "learned_absolute")
-    if keys.pop("use-rotary-position-embeddings", "") or is_mla:
-        positions = "rope"
-    if positions in ("rope", "yarn", "learned_absolute"):
-        keys.pop("position-embedding-type", None)
-    if positions in _ROTARY:
-        keys["max-position-embeddings"] = "0"
     if keys.get("quick-geglu"):
         keys["swiglu"] = "true"
     if "moe-layer-freq" in keys:
@@ -678,10 +659,29 @@ def _prepare_model(keys: Keys) -> None:
         keys.setdefault("moe-token-dispatcher-type", "allgather")
     else:
         keys.pop("moe-router-topk", None)
-    if "vocab-size" not in keys and "padded-vocab-size" not in keys:
-        vocabulary = _VOCABULARIES.get(keys.get("tokenizer-type", "GPT2BPETokenizer"))
-        if vocabulary:
-            keys["vocab-size"] = vocabulary
+    vocabulary = _VOCABULARIES.get(keys.get("tokenizer-type", "GPT2BPETokenizer"))
+    if vocabulary and "padded-vocab-size" not in keys:
+        keys.setdefault("vocab-size", vocabulary)
+
+
+def _prepare_attention(keys: Keys, *, is_mla: bool) -> None:
+    if not keys.pop("group-query-attention", "") or is_mla:
+        keys.pop("num-query-groups", None)
+    if is_mla:
+        keys.pop("qk-layernorm", None)  # of the compressed widths, which a step has anyway
+        keys.pop("kv-channels", None)
+    for name, default in zip(_MLA, _MLA_DEFAULTS, strict=True):
+        if is_mla:
+            keys.setdefault(name, default)
+        else:
+            keys.pop(name, None)
+    positions = keys.get("position-embedding-type", "learned_absolute")
+    if keys.pop("use-rotary-position-embeddings", "") or is_mla:
+        positions = "rope"
+    if positions in ("rope", "yarn", "learned_absolute"):
+        keys.pop("position-embedding-type", None)
+    if positions in _ROTARY:
+        keys["max-position-embeddings"] = "0"
 
 
 def _complete(keys: Keys) -> Keys:
@@ -745,11 +745,12 @@ def _pattern(node: ast.expr) -> int | list[int]:
         return [item for item in items if isinstance(item, int)]
     if isinstance(node, ast.BinOp):
         left, right = _pattern(node.left), _pattern(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        is_sum = isinstance(node.op, ast.Add)
+        if is_sum and isinstance(left, list) and isinstance(right, list):
             return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
-            if len(left) * right <= _MOST_LAYERS:
-                return left * right
+        is_repeat = isinstance(node.op, ast.Mult)
+        if is_repeat and isinstance(left, list) and isinstance(right, int):
+            return left * min(right, _MOST_LAYERS // max(1, len(left)))
     raise ValueError(ast.dump(node))
 
 

@@ -27,8 +27,10 @@ _WHOLE = (
     "env_vars",
     *("s3_checkpointing", "model.ub_tp_comm_overlap_cfg", "model.gc_interval"),
 )
-_SETTINGS = ("model.", "train.", "ddp.", "comm_overlap.", "mixed_precision.")
-_SETTINGS += ("dist.", "optimizer.")
+_SETTINGS = (
+    *("model.", "train.", "ddp.", "comm_overlap.", "mixed_precision.", "dist."),
+    "optimizer.",
+)
 _RENAMED = {
     "encoder_seq_length": "seq-length",
     "num_moe_experts": "num-experts",
@@ -141,7 +143,8 @@ _OWN = {
     ),
     **refused(
         "left out: it is not modelled",
-        "cpu-offloading cpu-offloading-activations cpu-offloading-weights mcore-customization-config.new-decoder-architecture "
+        "cpu-offloading cpu-offloading-activations cpu-offloading-weights "
+        "mcore-customization-config.new-decoder-architecture "
         "mcore-customization-config.parallel-attention",
     ),
     **refused("left out: FSDP of NeMo is not modelled", "fsdp"),
@@ -152,29 +155,7 @@ _OWN = {
 def _prepare(keys: Keys) -> Keys:
     """Return the keys in Megatron-LM's words."""
     keys = _joined(keys)
-    words: Keys = {}
-    if (devices := keys.pop("trainer.devices", "")) and devices.isdecimal():
-        words["nproc_per_node"] = devices
-        words["nnodes"] = keys.pop("trainer.num_nodes", "1")
-    keys.pop("trainer.num_nodes", None)
-    precision = keys.pop("trainer.precision", "") or keys.pop("mixed_precision", "bf16")
-    if dtype := _PRECISIONS.get(precision.partition("_")[0]):
-        words[dtype] = "true"
-    if "fp8" in precision or keys.get("model.fp8") == "true":
-        is_hybrid = keys.get("model.fp8_e4m3") != "true"
-        words["fp8-format"] = "hybrid" if is_hybrid else "e4m3"
-    if "mxfp8" in precision:
-        words |= {"fp8-format": "e4m3", "fp8-recipe": "mxfp8"}
-    elif "current_scaling" in precision:
-        words["fp8-recipe"] = "tensorwise"
-    for name in ("fp8_e4m3", "fp8_hybrid"):
-        keys.pop(f"model.{name}", None)
-    optimizer = keys.pop("model.optim.name", "fused_adam")
-    words["optimizer"] = "adam" if optimizer in _ADAMS else optimizer
-    if optimizer in _SHARDED:
-        words["use-distributed-optimizer"] = "true"
-    if keys.get("model.optim.grad_sync_dtype") == "bf16":
-        words["grad-reduce-in-bf16"] = "true"
+    words = _of_trainer(keys) | _of_precision(keys) | _of_optimizer(keys)
     if keys.get("model.cpu_offloading") != "true":
         for name in ("num_layers", "activations", "weights"):
             keys.pop(f"model.cpu_offloading_{name}", None)
@@ -186,6 +167,38 @@ def _prepare(keys: Keys) -> Keys:
         words.pop("recompute-num-layers", None)
         words.pop("recompute-method", None)
     return megatron.TABLE.prepare(words)
+
+
+def _of_trainer(keys: Keys) -> Keys:
+    devices = keys.pop("trainer.devices", "")
+    nodes = keys.pop("trainer.num_nodes", "1")
+    return {"nproc_per_node": devices, "nnodes": nodes} if devices.isdecimal() else {}
+
+
+def _of_precision(keys: Keys) -> Keys:
+    words: Keys = {}
+    precision = keys.pop("trainer.precision", "") or keys.pop("mixed_precision", "bf16")
+    if dtype := _PRECISIONS.get(precision.partition("_")[0]):
+        words[dtype] = "true"
+    is_e4m3 = keys.pop("model.fp8_e4m3", "") == "true"
+    keys.pop("model.fp8_hybrid", None)
+    if "fp8" in precision or keys.get("model.fp8") == "true":
+        words["fp8-format"] = "e4m3" if is_e4m3 else "hybrid"
+    if "mxfp8" in precision:
+        words |= {"fp8-format": "e4m3", "fp8-recipe": "mxfp8"}
+    elif "current_scaling" in precision:
+        words["fp8-recipe"] = "tensorwise"
+    return words
+
+
+def _of_optimizer(keys: Keys) -> Keys:
+    optimizer = keys.pop("model.optim.name", "fused_adam")
+    words = {"optimizer": "adam" if optimizer in _ADAMS else optimizer}
+    if optimizer in _SHARDED:
+        words["use-distributed-optimizer"] = "true"
+    if keys.get("model.optim.grad_sync_dtype") == "bf16":
+        words["grad-reduce-in-bf16"] = "true"
+    return words
 
 
 _REFERENCE = re.compile(r"\$\{(?:\.|training\.model\.|model\.)(\w+)\}")

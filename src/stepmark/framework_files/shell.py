@@ -9,6 +9,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from stepmark.ground.errors import ConfigError
 
@@ -33,66 +34,75 @@ _RESERVED = ("export", "local", "declare", "readonly", "then", "else", "do", "{"
 _PIECE = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^\s'\"\\]", re.DOTALL)
 
 
+@dataclass(slots=True)
+class _Branches:
+    """The open `if`s of a script: whether the current branch of each is left out."""
+
+    skipped: list[bool] = field(default_factory=list)
+    taken: list[bool] = field(default_factory=list)  # whether a branch was taken
+
+    def enter(self, words: list[str], values: Values) -> list[str]:
+        """Return the command of words that may begin or end a branch; [] for none."""
+        first = words[0]
+        if first == "if":
+            self.skipped.append(True)
+            self.taken.append(False)
+        if first in ("if", "elif") and self.skipped:
+            holds = not self.taken[-1] and _is_true(words[1:], values)
+            self.skipped[-1] = not holds
+            self.taken[-1] = self.taken[-1] or holds
+        elif first == "else" and self.skipped:
+            self.skipped[-1] = self.taken[-1]
+        elif first == "fi" and self.skipped:
+            self.skipped.pop()
+            self.taken.pop()
+        if first in ("if", "elif", "fi"):
+            return []
+        return words[1:] if first in ("then", "else") else words
+
+
 def training_words(text: str) -> list[str]:
     """Return the words behind the Python file of the last command of a script; else none.
 
-    A text that begins with a flag is such words itself. torchrun's --nproc_per_node and --nnodes
-    come first.
+    A text that begins with a flag is such words itself. torchrun's --nproc_per_node and
+    --nnodes come first.
     """
     values: Values = {}
-    command: list[str] = []
-    skipped: list[bool] = []  # of each open if: whether its current branch is left out
-    taken: list[bool] = []  # of each open if: whether a branch of it was taken
+    branches = _Branches()
+    training: list[str] = []
     for words in _commands(text):
-        first = words[0]
-        if first in ("if", "elif"):
-            if first == "if":
-                skipped.append(True)
-                taken.append(False)
-            if not skipped:
-                continue
-            skipped[-1] = taken[-1] or not _is_true(words[1:], values)
-            taken[-1] = taken[-1] or not skipped[-1]
-        elif first == "else" and skipped:
-            skipped[-1] = taken[-1]
-        elif first == "fi" and skipped:
-            skipped.pop()
-            taken.pop()
-        if first in ("if", "elif", "else", "fi", "then") and len(words) == 1:
-            continue
-        if first in ("then", "else"):
-            words = words[1:]
-        if any(skipped) or first in ("if", "elif", "fi"):
-            continue
-        command = _run(words, values) or command
-    return command
+        command = branches.enter(words, values)
+        if command and not any(branches.skipped):
+            training = _run(command, values) or training
+    return training
 
 
 def _run(words: list[str], values: Values) -> list[str]:
     """Assign what a command assigns; return its arguments if it starts a training."""
-    while words and words[0] in _RESERVED:
-        words = words[1:]
-    for place, word in enumerate(words):
-        match = _ASSIGNMENT.fullmatch(word)
-        if match is None:
-            words = words[place:]
-            break
-        name, sign, value = match.groups()
-        new = _array(value, values) if value.startswith("(") else [_joined(value, values)]
-        if sign == "+=" and value.startswith("("):
-            values[name] = values.get(name, []) + new
-        elif sign == "+=":
-            values[name] = ["".join(values.get(name, [])) + new[0]]
-        else:
-            values[name] = new
-    else:
-        return []
-    expanded = [word for each in words for word in _expanded(each, values)]
+    rest = [*words]
+    while rest and rest[0] in _RESERVED:
+        rest.pop(0)
+    while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
+        _assign(*match.groups(), values)
+        rest.pop(0)
+    expanded = [part for word in rest for part in _parts(word, values)]
     if len(expanded) > _MAX_WORDS:
         raise ConfigError("file", f"{len(expanded)} words", f"at most {_MAX_WORDS}")
-    # "a b" in quotes, as `bash -c "..."` and options of srun have it, is several words.
-    expanded = [part for word in expanded for part in (word.split() if " -" in word or word.startswith("-") else [word])]
     return _arguments(expanded)
+
+
+def _assign(name: str, sign: str, value: str, values: Values) -> None:
+    is_array = value.startswith("(")
+    new = _array(value, values) if is_array else [_joined(value, values)]
+    before = values.get(name, []) if sign == "+=" else []
+    values[name] = before + new if is_array or not before else ["".join(before) + new[0]]
+
+
+def _parts(word: str, values: Values) -> Iterator[str]:
+    """Yield the words of one with its variables; quoted arguments may be several."""
+    for each in _expanded(word, values):
+        is_several = " -" in each or each.startswith("-")
+        yield from each.split() if is_several else (each,)
 
 
 def _arguments(words: list[str]) -> list[str]:
@@ -184,7 +194,11 @@ def _is_true(words: list[str], values: Values) -> bool:
 
 
 def _holds(test: str, values: Values) -> bool:
-    words = [_joined(word, values) for word in _split(test.strip().strip(";")) if word not in ("[", "[[", "]", "]]")]
+    words = [
+        _joined(word, values)
+        for word in _split(test.strip().strip(";"))
+        if word not in ("[", "[[", "]", "]]")
+    ]
     is_not = bool(words) and words[0] == "!"
     words = words[is_not:]
     result = False
@@ -201,14 +215,23 @@ def _holds(test: str, values: Values) -> bool:
     return result != is_not
 
 
-_COMPARE = {"-eq": (0,), "-ne": (-1, 1), "-gt": (1,), "-ge": (0, 1), "-lt": (-1,), "-le": (-1, 0)}
+_COMPARE = {
+    "-eq": (0,),
+    "-ne": (-1, 1),
+    "-gt": (1,),
+    "-ge": (0, 1),
+    "-lt": (-1,),
+    "-le": (-1, 0),
+}
 
 
 def _commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command, with their quotes; comments are left out."""
     words: list[str] = []
     for word in _lexed(text):
-        if word in ("\n", ";", "&&", "||", "|", "&") and not (words and words[0] in ("if", "elif")):
+        if word in ("\n", ";", "&&", "||", "|", "&") and not (
+            words and words[0] in ("if", "elif")
+        ):
             if words:
                 yield words
             words = []

@@ -295,6 +295,8 @@ _IDLE = {
 
 def _prepare(keys: Keys) -> Keys:
     """Join keys that mean one option, and give the older layout's their newer names."""
+    if "training.compile" in keys:  # when the loss was never compiled
+        keys["compile.components"] = "model"
     keys = {_RENAMED.get(name, name): value for name, value in keys.items()}
     for name in ("parallelism.data_parallel_shard_degree", "training.global_batch_size"):
         if keys.get(name) == "-1":
@@ -339,7 +341,7 @@ def _prepare_recompute(keys: Keys) -> None:
 
 
 def _prepare_compile(keys: Keys) -> None:
-    parts = keys.pop("compile.components", "model" if "training.compile" in keys else "")
+    parts = keys.pop("compile.components", "")
     if keys.pop("compile.enable", "false") == "true":
         words = set(parts.split(",")) if parts else {"model", "loss"}
         scopes = {"model": "layers", "loss": "loss"}
@@ -448,9 +450,10 @@ def toml(keys: Keys) -> str:
         else:
             text = f'"{value}"'
         sections.setdefault(section, []).append(f"{name} = {text}")
-    return "\n\n".join(
-        "\n".join((f"[{section}]", *lines)) for section, lines in sections.items()
-    ) + "\n"
+    return (
+        "\n\n".join("\n".join((f"[{section}]", *lines)) for section, lines in sections.items())
+        + "\n"
+    )
 
 
 TABLE = Table(

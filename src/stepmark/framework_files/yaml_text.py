@@ -5,11 +5,14 @@ from typing import Any
 
 from stepmark.ground.errors import ConfigError
 
+_MOST = 2**18  # which take PyYAML seconds
 _MAX_DEPTH = 50  # files of real jobs nest less than 10
 
 
 def read_yaml(text: str, path: Path) -> object:
     """Return what a YAML file holds. Raises ConfigError; ValueError for other text."""
+    if len(text) > _MOST:
+        raise ValueError(f"it has more than {_MOST} characters")
     try:
         import yaml  # noqa: PLC0415 - optional
     except ImportError:

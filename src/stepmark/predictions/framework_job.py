@@ -25,7 +25,7 @@ class FrameworkJob(
     """stepmark predict --framework."""
 
     models: tuple[str, ...] = flag(
-        "model name, config.json or FILE.py:function",
+        "model name, config.json, FILE.py:function, or the framework's file",
         default=(),
         argument=True,
         metavar="MODEL",
@@ -71,7 +71,9 @@ def named_files(job: FrameworkJob) -> tuple[list[str], list[str]]:
 
 def file_notes(job: FrameworkJob) -> tuple[str, ...]:
     """Return what is said of the keys of the framework's file. Raises ConfigError."""
-    return tuple(note for name in named_files(job)[1] for note in configuration.read(name).notes)
+    return tuple(
+        note for name in named_files(job)[1] for note in configuration.read(name).notes
+    )
 
 
 def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:

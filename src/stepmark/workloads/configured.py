@@ -13,8 +13,8 @@ from stepmark.framework_files.table import Options, Translation
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build, exact
 from stepmark.ground.options import options as declared
-from stepmark.step.workload import Workload
 from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
+from stepmark.step.workload import Workload
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES, find_rule
 from stepmark.workloads.workload_options import GenerateOptions
@@ -106,7 +106,10 @@ def _option_of(cls: type, field: str) -> str:
     """Return the option that a message calls so; "" for none."""
     word = field.lstrip("-").replace("_", "-")
     for option in declared(cls):
-        if word in (option.name.replace("_", "-"), *(each.lstrip("-") for each in option.words)):
+        if word in (
+            option.name.replace("_", "-"),
+            *(each.lstrip("-") for each in option.words),
+        ):
             return option.name
     return ""
 
@@ -126,9 +129,7 @@ def options_of(workload: Workload, framework: str) -> tuple[Options, Options]:
         allowed = "one that `workload generate` made of a decoder, with all its ranks"
         raise ConfigError("workload", workload.name, allowed)
     job, settings = made
-    own = [
-        name for name in base.fields() if name in workload.settings or name in rule.fixed
-    ]
+    own = [name for name in base.fields() if name in workload.settings or name in rule.fixed]
     options = _of_job(job) | _texts({name: getattr(settings, name) for name in own})
     options["world_size"] = str(workload.world_size)
     if job.parallel.pp > 1 and "pp_microbatches" in own:

@@ -48,7 +48,7 @@ def is_model_file(path: Path) -> bool:
             return False
         text = read_head(path, _MOST_BYTES, "model").decode()
         if path.suffix == ".toml":
-            return _WIDTHS <= tomllib.loads(text).keys()
+            return tomllib.loads(text).keys() >= _WIDTHS
         content = json_text.decode(text) if text.lstrip()[:1] == "{" else None
     except (ConfigError, OSError, ValueError):
         return False
