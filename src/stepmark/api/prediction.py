@@ -92,10 +92,10 @@ def predict(
 ) -> Prediction | Predictions:
     """Predict a training step from measured parts, or by the data sheet of a device.
 
-    what: a model, a workload or its file, or a framework's file; None with from_run="latest". options: those of
-    `stepmark predict`, e.g. device="h200", nproc=8, strategy="fsdp", mbs=2;
-    `options("predict")` lists them. Of options with lists, such as tp=[2, 4, 8], each
-    combination is predicted: the result is Predictions. Raises ConfigError.
+    what: a model, a workload or its file, or a framework's file; None with
+    from_run="latest". options: those of `stepmark predict`, e.g. device="h200", nproc=8,
+    strategy="fsdp", mbs=2; `options("predict")` lists them. Of options with lists, such as
+    tp=[2, 4, 8], each combination is predicted: the result is Predictions. Raises ConfigError.
     """
     workload = what.program if isinstance(what, Workload) else None
     words = [] if what is None or workload else [what]

@@ -109,9 +109,9 @@ def workload(
     """Generate what one training step computes and sends.
 
     model: a name, a config.json, FILE.py:function, or a framework's file (config= with another
-    model); without one, its widths. framework: that of the file, else megatron, deepspeed, pytorch (also fsdp, ddp, tp, pp) or dlrm. options: those of `stepmark
-    workload generate`, e.g. world_size=8, tp=2, mbs=1; `options("workload", framework)` lists
-    them.
+    model); without one, its widths. framework: megatron, deepspeed, pytorch (also fsdp, ddp,
+    tp, pp) or dlrm; that of the file, else megatron. options: those of `stepmark workload
+    generate`, e.g. world_size=8, tp=2, mbs=1; `options("workload", framework)` lists them.
     """
     if framework is None:
         named = (text(each) for each in (model, options.get("config")) if each is not None)
