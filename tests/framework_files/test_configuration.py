@@ -13,6 +13,7 @@ from validation import framework_files as published
 
 from stepmark.framework_files import configuration
 from stepmark.framework_files.shell import training_words
+from stepmark.framework_files.yaml_text import read_yaml
 from stepmark.ground.errors import ConfigError
 from stepmark.workloads.models import is_model_file, read_models
 
@@ -57,6 +58,11 @@ def test_hostile_files_get_one_sentence(name: str, text: str, tmp_path: Path) ->
     path.write_text(text)
     with pytest.raises(ConfigError):
         configuration.read(str(path))
+
+
+def test_aliases_of_yaml_are_not_followed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="an alias"):
+        read_yaml("a: &a [1]\nb: [*a, *a]\n", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Predict a training step."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import overload
 
@@ -106,7 +106,7 @@ def predict(
     return Prediction(of_job(grid.options, workload))
 
 
-def _options_class(words: list[object], options: Mapping[str, object]) -> type[Job]:
+def _options_class(words: Sequence[object], options: Mapping[str, object]) -> type[Job]:
     """Return the options: those of a framework where its file is named."""
     names = (text(word) for word in (*words, options.get("config")) if word is not None)
     file = next((name for name in names if configuration.is_framework_file(name)), None)

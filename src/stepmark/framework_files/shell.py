@@ -83,7 +83,7 @@ def _run(words: list[str], values: Values) -> list[str]:
     while rest and rest[0] in _RESERVED:
         rest.pop(0)
     while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
-        _assign(*match.groups(), values)
+        _assign(match[1], match[2], match[3], values)
         rest.pop(0)
     expanded = [part for word in rest for part in _parts(word, values)]
     if len(expanded) > _MAX_WORDS:
