@@ -129,11 +129,11 @@ def draw(clones: Path) -> None:
         print(f"{kind}: {len(chosen)} of {len(files)}")
         for file in chosen:
             text = _keys(file["path"], file["text"])
-            rows.append({"kind": kind, **file, "text": text, "beside": _beside(clones, file)})
+            rows.append({"kind": kind, **file, "text": text, "companion": _companion(clones, file)})
     DATA.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _beside(clones: Path, file: dict[str, str]) -> str:
+def _companion(clones: Path, file: dict[str, str]) -> str:
     """Return the DeepSpeed file that an accelerate file names; "" where it names none."""
     named = re.search(r"deepspeed_config_file: *(\S+)", file["text"])
     if named is None:
@@ -168,7 +168,7 @@ def refusal(row: dict[str, str], folder: Path) -> ConfigError | None:
     path = folder / ("file.sh" if row["path"].endswith(".sh") else "file.json")
     path.write_text(row["text"])
     if named := re.search(r'deepspeed_config_file": "([^"]+)"', row["text"]):
-        (folder / Path(named[1]).name).write_text(row["beside"])
+        (folder / Path(named[1]).name).write_text(row["companion"])
     try:
         file = configuration.read(str(path))
     except ConfigError as error:

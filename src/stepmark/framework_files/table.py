@@ -156,9 +156,9 @@ class Table:
         for name, (key, entry) in first.items():
             default = defaults.get(name) if entry.default is None else entry.default
             if name in options and options[name] != default:
-                theirs = _theirs(entry, options[name], self.title)
-                if theirs != "false" or not self.has_flags:
-                    keys[key] = theirs
+                text = _spelled(entry, options[name], self.title)
+                if text != "false" or not self.has_flags:
+                    keys[key] = text
                 elif name in defaults:
                     allowed = f"left out: {self.title} has no argument for it"
                     raise ConfigError(name.replace("_", "-"), options[name], allowed)
@@ -187,12 +187,12 @@ def _ours(entry: Entry, key: str, value: str, where: str) -> str:
     return ours
 
 
-def _theirs(entry: Entry, value: str, title: str) -> str:
+def _spelled(entry: Entry, value: str, title: str) -> str:
     if not entry.values:
         return value
-    for theirs, ours in entry.values.items():
+    for word, ours in entry.values.items():
         if ours == value:
-            return theirs
+            return word
     allowed = f"one of {', '.join(entry.values.values())} in {title}"
     raise ConfigError(entry.option.replace("_", "-"), value, allowed)
 

@@ -64,8 +64,8 @@ def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
         for name, text in (defaults | values).items()
         if getattr(options, name, None) is None
     }
-    made = build(type(options), texts)
-    changes: dict[str, Any] = {name: getattr(made, name) for name in texts}
+    of_file = build(type(options), texts)
+    changes: dict[str, Any] = {name: getattr(of_file, name) for name in texts}
     merged = replace(options, framework=framework, **changes)
     if accumulated and merged.gbs is None:
         merged = replace(merged, gbs=_global_batch(merged, accumulated))
@@ -124,11 +124,11 @@ def options_of(workload: Workload, framework: str) -> tuple[Options, Options]:
     if rule is None or rule.module != base.module:
         allowed = f"one by the rules of {framework}, whose file this is"
         raise ConfigError("workload", workload.rules, allowed)
-    made = rule.job_of(workload)
-    if made is None:
+    described = rule.job_of(workload)
+    if described is None:
         allowed = "one that `workload generate` made of a decoder, with all its ranks"
         raise ConfigError("workload", workload.name, allowed)
-    job, settings = made
+    job, settings = described
     own = [name for name in base.fields() if name in workload.settings or name in rule.fixed]
     options = _of_job(job) | _texts({name: getattr(settings, name) for name in own})
     options["world_size"] = str(workload.world_size)
@@ -158,8 +158,8 @@ def _of_job(job: Job) -> Options:
 def _precision_of(products: ProductPrecision) -> str:
     """Return the value of --precision with these products. Raises ConfigError."""
     for name, recipe in NARROW.items():
-        made = by_recipe(Recipe(recipe.value))
-        if (made.dtype, made.scaling) == (products.dtype, products.scaling):
+        own = by_recipe(Recipe(recipe.value))
+        if (own.dtype, own.scaling) == (products.dtype, products.scaling):
             return name
     raise ConfigError("products", products.dtype, f"those of one of {', '.join(NARROW)}")
 
