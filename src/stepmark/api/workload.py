@@ -68,7 +68,8 @@ class Workload(Table):
     ) -> None:
         """Write a file that stepmark or another tool reads; a folder/ gets those of all ranks.
 
-        format: native, simai, aicb, param, chakra, aiob, csv. rank, stage: the one to write in
+        format: native, simai, aicb, param, chakra, aiob, csv, megatron-args, torchtitan,
+        deepspeed. rank, stage: the one to write in
         a format that holds only one. Raises ConfigError for what the format cannot express.
         """
         target = workload_files.Target(
