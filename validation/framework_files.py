@@ -129,7 +129,9 @@ def draw(clones: Path) -> None:
         print(f"{kind}: {len(chosen)} of {len(files)}")
         for file in chosen:
             text = _keys(file["path"], file["text"])
-            rows.append({"kind": kind, **file, "text": text, "companion": _companion(clones, file)})
+            rows.append(
+                {"kind": kind, **file, "text": text, "companion": _companion(clones, file)}
+            )
     DATA.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
