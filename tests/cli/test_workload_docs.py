@@ -45,7 +45,9 @@ def test_settings_that_are_listed_are_there() -> None:
 
 def test_formats_that_are_listed_are_all() -> None:
     rows = re.findall(
-        r"^\| `(\w+)` \| .* \| (yes|no|as `.*`) \| (?:`--(\w+)`)?", REFERENCE.read_text(), re.M
+        r"^\| `([\w-]+)` \| .* \| (yes|no|as `.*`) \| (?:`--(\w+)`)?",
+        REFERENCE.read_text(),
+        re.M,
     )
     assert {name: (reads == "yes", picks) for name, reads, picks in rows} == {
         name: (one.reads, one.picks) for name, one in FORMATS.items()

@@ -170,6 +170,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "make_vocab_size_divisible_by": (DENSE | MEGATRON, 1000),
     "max_positions": (MEGATRON | {"model": "gpt-13b"}, 8192),
     "swiglu": (DENSE | MEGATRON, False),
+    "head_dim": (DENSE | MEGATRON, 32),
+    "norm": (DENSE | MEGATRON, "layernorm"),
+    "qkv_bias": (DENSE | MEGATRON, True),
+    "qk_norm": (DENSE | MEGATRON, True),
     "linear_bias": (DENSE | MEGATRON, True),
     "untied": (DENSE | MEGATRON, False),
     "num_experts": (EXPERTS | MEGATRON, 16),
@@ -177,6 +181,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "moe_ffn_hidden_size": (EXPERTS | MEGATRON, 128),
     "dense_layers": (EXPERTS | MEGATRON | {"ffn_hidden_size": 64}, 2),
     "shared_experts": (EXPERTS | MEGATRON, 1),
+    "shared_ffn_hidden_size": (EXPERTS | MEGATRON, 64),
+    "router_bias": (EXPERTS | MEGATRON, True),
     "q_lora_rank": (MEGATRON | {"model": "deepseek-v3", "num_layers": 4}, 64),
     "kv_lora_rank": (MEGATRON | {"model": "deepseek-v3", "num_layers": 4}, 64),
     "qk_rope_head_dim": (MEGATRON | {"model": "deepseek-v3", "num_layers": 4}, 32),
@@ -197,6 +203,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 OUTPUT = {
     "model_name": "names the workload",
+    "config": "a file with values of the others, tests/framework_files",
     "to": "format of the file",
     "out": "where it is written",
     "rank": "part of the workload that is written",

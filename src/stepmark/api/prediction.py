@@ -1,16 +1,18 @@
 """Predict a training step."""
 
 import os
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import overload
 
-from stepmark.api.keywords import as_typed, spells_keywords
+from stepmark.api.keywords import as_typed, spells_keywords, text
 from stepmark.api.model import Model
 from stepmark.api.workload import Workload
+from stepmark.framework_files import configuration
 from stepmark.ground.option_grid import read_grid
+from stepmark.predictions import framework_job, prediction_grid, prediction_text
 from stepmark.predictions import prediction as core
-from stepmark.predictions import prediction_grid, prediction_text
-from stepmark.predictions.predict import of_job
+from stepmark.predictions.predict import Job, of_job
 from stepmark.predictions.predict_options import LISTED, PredictOptions
 from stepmark.predictions.prediction_grid import PredictionGrid
 from stepmark.tables.table import Table
@@ -90,14 +92,24 @@ def predict(
 ) -> Prediction | Predictions:
     """Predict a training step from measured parts, or by the data sheet of a device.
 
-    what: a model, or a workload or its file; None with from_run="latest". options: those of
-    `stepmark predict`, e.g. device="h200", nproc=8, strategy="fsdp", mbs=2;
-    `options("predict")` lists them. Of options with lists, such as tp=[2, 4, 8], each
-    combination is predicted: the result is Predictions. Raises ConfigError.
+    what: a model, a workload or its file, or a framework's file; None with
+    from_run="latest". options: those of `stepmark predict`, e.g. device="h200", nproc=8,
+    strategy="fsdp", mbs=2; `options("predict")` lists them. Of options with lists, such as
+    tp=[2, 4, 8], each combination is predicted: the result is Predictions. Raises ConfigError.
     """
     workload = what.program if isinstance(what, Workload) else None
     words = [] if what is None or workload else [what]
-    grid = read_grid(PredictOptions, as_typed(PredictOptions, words, options), LISTED)
+    cls = _options_class(words, options)
+    grid = read_grid(cls, as_typed(cls, words, options), LISTED)
     if grid.axes:
         return Predictions(prediction_grid.predict_grid(grid, workload=workload))
     return Prediction(of_job(grid.options, workload))
+
+
+def _options_class(words: Sequence[object], options: Mapping[str, object]) -> type[Job]:
+    """Return the options: those of a framework where its file is named."""
+    names = (text(word) for word in (*words, options.get("config")) if word is not None)
+    file = next((name for name in names if configuration.is_framework_file(name)), None)
+    if file is None:
+        return PredictOptions
+    return framework_job.options_class(configuration.framework_of(file))

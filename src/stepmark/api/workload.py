@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from stepmark.api.keywords import names_of, read, spells_keywords
+from stepmark.api.keywords import names_of, read, spells_keywords, text
 from stepmark.api.model import Model
+from stepmark.framework_files import configuration
 from stepmark.step import native
 from stepmark.step import workload as core
 from stepmark.tables.columns import Row
@@ -67,7 +68,8 @@ class Workload(Table):
     ) -> None:
         """Write a file that stepmark or another tool reads; a folder/ gets those of all ranks.
 
-        format: native, simai, aicb, param, chakra, aiob, csv. rank, stage: the one to write in
+        format: native, simai, aicb, param, chakra, aiob, csv, megatron-args, torchtitan,
+        deepspeed. rank, stage: the one to write in
         a format that holds only one. Raises ConfigError for what the format cannot express.
         """
         target = workload_files.Target(
@@ -102,16 +104,20 @@ _IN_HTML = ("communication", "computation")
 def workload(
     model: str | os.PathLike[str] | Model | None = None,
     *,
-    framework: str = "megatron",
+    framework: str | None = None,
     **options: object,
 ) -> Workload:
     """Generate what one training step computes and sends.
 
-    model: a name, a config.json, or FILE.py:function; without one, its widths. framework:
-    megatron, deepspeed, pytorch (also fsdp, ddp, tp, pp) or dlrm. options: those of `stepmark
-    workload generate`, e.g. world_size=8, tp=2, mbs=1; `options("workload", framework)` lists
-    them.
+    model: a name, a config.json, FILE.py:function, or a framework's file (config= with another
+    model); without one, its widths. framework: megatron, deepspeed, pytorch (also fsdp, ddp,
+    tp, pp) or dlrm; that of the file, else megatron. options: those of `stepmark workload
+    generate`, e.g. world_size=8, tp=2, mbs=1; `options("workload", framework)` lists them.
     """
+    if framework is None:
+        named = (text(each) for each in (model, options.get("config")) if each is not None)
+        files = filter(configuration.is_framework_file, named)
+        framework = next(map(configuration.framework_of, files), "megatron")
     cls = workload_flags.options_class(find_rule(framework), has_ignored=False)
     for name in options.keys() - names_of(cls).keys():
         workload_flags.refuse_other_framework(name)

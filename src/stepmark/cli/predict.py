@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from stepmark.cli.commands import Command, Values
-from stepmark.cli.workload import framework_of
+from stepmark.cli.commands import Command, UnknownOptionError, Values
+from stepmark.cli.workload import file_framework, framework_of
 from stepmark.ground import options
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_grid import Grid, read_grid
@@ -15,6 +15,13 @@ _LISTS = "--tp 2,4: a table"
 
 class _Command(Command):
     """A command whose options may have lists, of which it predicts each combination."""
+
+    def parse(self, name: str, words: list[str]) -> Values:
+        try:
+            return super().parse(name, words)
+        except UnknownOptionError as error:
+            options.load("stepmark.workloads.workload_flags:refuse_arguments")(error.option)
+            raise
 
     def read(self, values: Values) -> Grid[Any]:
         from stepmark.predictions.predict_options import LISTED  # noqa: PLC0415
@@ -30,7 +37,7 @@ class _Command(Command):
 
 def command(words: list[str]) -> Command:
     """Return the command, with the settings of the framework that the words name."""
-    framework = framework_of(words)
+    framework = framework_of(words) or file_framework(words)
     if not framework:
         from stepmark.predictions.predict_options import PredictOptions  # noqa: PLC0415
 
@@ -41,7 +48,7 @@ def command(words: list[str]) -> Command:
             "predict llama-3.1-70b --nproc 1024 --tp 2,4,8 --device h100-sxm,h200 --tokens 15T",
             "predict --from-run latest --what-if link=2x",
             "predict workload.json --device h100-sxm",
-            "predict gpt-175b --framework megatron --nproc 1024 --tp 8 --pp 8 --device h100",
+            "predict torchtitan.toml --nproc 256 --device h100-sxm",
         )
     from stepmark.predictions import framework_job  # noqa: PLC0415
     from stepmark.workloads.rules import find_rule  # noqa: PLC0415

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from stepmark.cli.commands import Command, Group, UnknownOptionError, Values, builder
@@ -32,7 +33,7 @@ def _generate(args: list[str]) -> Command:
     """Return the command with the options of the framework that the arguments name."""
     flags = _flags()
     try:
-        framework = flags.find_rule(framework_of(args) or "megatron")
+        framework = flags.find_rule(framework_of(args) or file_framework(args) or "megatron")
     except ConfigError as error:
         raise ConfigError("--framework", error.value, error.allowed) from None
     own = {name: rule.help for name, rule in flags.RULES.items() if not rule.alias}
@@ -95,6 +96,34 @@ def spelled(word: str, switches: Container[str]) -> str:
 def framework_of(args: Sequence[str]) -> str:
     """Return the value of --framework before the command line is parsed; "" for none."""
     return ["", *(value for _, value in _values("framework", args))][-1]
+
+
+# Options whose values are files to write, or of measured values: none says what a job is.
+_NOT_A_JOB = (
+    *("--json", "--csv", "--html", "--timeline", "--out", "-o", "--anchor", "--curve"),
+    *("--calibration", "--compute-from", "--comp-filepath", "--runs", "--from-run", "--host"),
+)
+
+
+def file_framework(args: Sequence[str]) -> str:
+    """Return the framework whose file the words name; "" where they name none."""
+    return next((framework for _, framework in framework_files(args)), "")
+
+
+def framework_files(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each word that is a framework's file, with the framework."""
+    for before, word in zip(["", *args], args, strict=False):
+        name = word.partition("=")[2] if word.startswith("--") else word
+        if (
+            before in _NOT_A_JOB
+            or word.partition("=")[0] in _NOT_A_JOB
+            or not Path(name).is_file()
+        ):
+            continue
+        from stepmark.framework_files import configuration  # noqa: PLC0415 - only with a file
+
+        if configuration.is_framework_file(name):
+            yield name, configuration.framework_of(name)
 
 
 def _values(option: str, args: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from stepmark.framework_files import configuration
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import flag
 from stepmark.model.network_options import NetworkOptions
 from stepmark.predictions.predict_options import Basis, PredictionFiles, PredictOptions
 from stepmark.step.workload import Workload
 from stepmark.workloads import workload_flags
+from stepmark.workloads.rules import find_rule
 from stepmark.workloads.workload import generate
 from stepmark.workloads.workload_options import Experts, FrameworkChoice, Layout, Model
 
@@ -23,7 +25,7 @@ class FrameworkJob(
     """stepmark predict --framework."""
 
     models: tuple[str, ...] = flag(
-        "model name, config.json or FILE.py:function",
+        "model name, config.json, FILE.py:function, or the framework's file",
         default=(),
         argument=True,
         metavar="MODEL",
@@ -56,22 +58,39 @@ def generated(framework: str, values: tuple[tuple[str, Any], ...]) -> Workload:
     return generate(cls(**dict(values)))
 
 
+def named_files(job: FrameworkJob) -> tuple[list[str], list[str]]:
+    """Return the models and the frameworks' files that the job names. Raises ConfigError."""
+    named = [*job.models, *([job.model] if job.model else [])]
+    names = [name for name in named if not configuration.is_framework_file(name)]
+    files = [name for name in (*named, job.config) if name and name not in names]
+    if len(names) > 1 or len(files) > 1:
+        several = names if len(names) > 1 else files
+        raise ConfigError("model", ", ".join(several), "one model and one framework's file")
+    return names, files
+
+
+def file_notes(job: FrameworkJob) -> tuple[str, ...]:
+    """Return what is said of the keys of the framework's file. Raises ConfigError."""
+    return tuple(
+        note for name in named_files(job)[1] for note in configuration.read(name).notes
+    )
+
+
 def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
     """Return the workload of the job. Raises ConfigError."""
-    names = [*job.models, *([job.model] if job.model else [])]
-    if len(names) > 1:
-        raise ConfigError("model", ", ".join(names), "one model")
+    names, files = named_files(job)
     if job.nproc and job.world_size and job.nproc != job.world_size:
         raise ConfigError("nproc", job.nproc, f"--world-size ({job.world_size})")
     if job.from_run:
         raise ConfigError(
             "from-run", job.from_run, "left out: --framework says what the step is"
         )
-    assert job.framework
-    cls = workload_flags.options_class(job.framework, has_ignored=False)
+    framework = job.framework or configuration.framework_of(files[0])
+    cls = workload_flags.options_class(find_rule(framework), has_ignored=False)
     values = _values(job, cls)
     values |= {"model": "".join(names) or None, "world_size": job.world_size or job.nproc}
-    return make(job.framework, tuple(values.items()))
+    values["config"] = "".join(files) or None
+    return make(find_rule(framework), tuple(values.items()))
 
 
 def basis_of(job: FrameworkJob) -> PredictOptions:

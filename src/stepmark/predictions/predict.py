@@ -63,7 +63,8 @@ def of_job(
         return _predicted(job, workload, anchored)
     with Waiting("generating the workload"):
         workload = framework_job.workload_of(job, make)
-    return _predicted(framework_job.basis_of(job), workload, anchored)
+    prediction = _predicted(framework_job.basis_of(job), workload, anchored)
+    return replace(prediction, notes=(*prediction.notes, *framework_job.file_notes(job)))
 
 
 def _delivered(options: Job, prediction: Prediction) -> int:

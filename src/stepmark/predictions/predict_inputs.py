@@ -34,7 +34,7 @@ from stepmark.training import train_plan
 from stepmark.training.train_options import TrainOptions, given_options, options_of
 from stepmark.workloads import workload_files
 from stepmark.workloads.file_times import FileTimes
-from stepmark.workloads.models import read_models
+from stepmark.workloads.models import is_model_file, read_models
 from stepmark.workloads.rules.pytorch.case import of_case
 
 _NO_EFFECT = ("text", "text_file", "workers", "seed", "lr", "compile_fallback")
@@ -256,7 +256,7 @@ def _workload_file(options: PredictOptions) -> str | None:
     path = Path(options.models[0])
     is_there = options.models[0] == "-" or path.exists()
     is_config = path.name == "config.json" or (path / "config.json").is_file()
-    is_config |= path.suffix == ".toml"
+    is_config |= path.suffix == ".toml" or is_model_file(path)
     return options.models[0] if is_there and not is_config else None
 
 

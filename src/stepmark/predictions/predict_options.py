@@ -115,7 +115,7 @@ class PredictOptions(Basis, NetworkOptions, CaseOptions, PredictionFiles):
     """stepmark predict."""
 
     models: tuple[str, ...] = flag(
-        "model name, config.json, or a workload of any format",
+        "model, its config, a workload of any format, or a framework's file",
         default=(),
         argument=True,
         metavar="MODEL|WORKLOAD",

@@ -1,6 +1,7 @@
 """Generate, read, show and convert workloads of training steps.
 
 - workload.py, workload_options.py, workload_flags.py: the verb and its options.
+- configured.py: options that a framework's file gives, and those that describe a workload.
 - workload_model.py, models.py, user_function.py: the model that is named.
 - job.py, rules/: a training job; the rules of each framework.
 - architecture.py, published.py, datasets.py: models that are no decoders.

@@ -1,20 +1,23 @@
 """The models that --model and --scale name: built-in ones by name, or files."""
 
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
+from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import read_head
 from stepmark.model.model import ModelConfig, find_model
 from stepmark.step import source_file
-from stepmark.workloads.formats import benchmark_models, huggingface
+from stepmark.workloads.formats import benchmark_models, huggingface, model_toml
 
 
 def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> list[ModelConfig]:
     """Return the models of a comma-separated list, scaled. Raises ConfigError.
 
-    A file is a config.json of Hugging Face or llm-train-bench, or Primus' list of models.
+    A file is a config of Hugging Face or llm-train-bench, Primus' list of models, or a TOML
+    file of a model such as those of data/models.
     """
     models: list[ModelConfig] = []
     for name, file in _split_names(names):
@@ -34,7 +37,29 @@ def _split_names(names: str | None) -> Iterator[tuple[str, Path | None]]:
         if path.is_dir():
             yield name, path / "config.json"
         else:
-            yield name, path if path.suffix == ".json" else None
+            is_file = path.suffix in (".json", ".toml") or is_model_file(path)
+            yield name, path if is_file else None
+
+
+def is_model_file(path: Path) -> bool:
+    """Return whether a file describes a model, by its content."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return False
+        text = read_head(path, _MOST_BYTES, "model").decode()
+        if path.suffix == ".toml":
+            return tomllib.loads(text).keys() >= _WIDTHS
+        content = json_text.decode(text) if text.lstrip()[:1] == "{" else None
+    except (ConfigError, OSError, ValueError):
+        return False
+    if not isinstance(content, dict):
+        return False
+    return not _HUGGING_FACE.isdisjoint(content) or benchmark_models.is_config(content)
+
+
+_MOST_BYTES = 2**20  # the largest real file of this kind has about 100 kB
+_WIDTHS = {"num_layers", "hidden_size"}
+_HUGGING_FACE = {"model_type", "architectures"}
 
 
 def scaled(model: ModelConfig, scale: str, tp: int = 1) -> ModelConfig:
@@ -55,6 +80,8 @@ def factor(scale: str) -> Fraction:
 
 def _reader_of(file: Path) -> Callable[[Path], list[ModelConfig]]:
     """Return the reader of a file by its content. Raises ConfigError."""
+    if file.suffix == ".toml":
+        return lambda file: [model_toml.read_model(file)]
     start = read_head(file, 4096, "model").lstrip()[:1]
     if start == b"[":
         return lambda file: list(benchmark_models.read_model_configs(file))

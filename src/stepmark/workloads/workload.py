@@ -13,7 +13,7 @@ from stepmark.ground.waiting import Waiting
 from stepmark.model.parallel import ParallelConfig
 from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
 from stepmark.step.workload import Workload
-from stepmark.workloads import workload_files, workload_flags, workload_model
+from stepmark.workloads import configured, workload_files, workload_flags, workload_model
 from stepmark.workloads.architecture import AnyJob, Batch, OwnJob
 from stepmark.workloads.job import Job, Spread, near_multiples
 from stepmark.workloads.rules import RULES, Rule, find_rule, idle_with
@@ -114,7 +114,21 @@ def without_effect(options: GenerateOptions) -> Iterator[str]:
 
 
 def generate(options: GenerateOptions) -> Workload:
-    """Generate the workload of the flags, with notes on defaults. Raises ConfigError."""
+    """Generate the workload of the flags and of the framework's file that they name.
+
+    Its notes are on defaults. Raises ConfigError.
+    """
+    options = configured.placed(options)
+    if not options.config:
+        return _generated(options)
+    file = configured.read(options.config)
+    with configured.naming_keys(options, file):
+        workload = _generated(configured.with_file(options, file), options)
+    return replace(workload, notes=(*workload.notes, *file.notes))
+
+
+def _generated(options: GenerateOptions, typed: GenerateOptions | None = None) -> Workload:
+    """Return the workload. typed: the options without those of a framework's file."""
     framework = find_rule(options.framework or "megatron")
     rule = RULES[framework]
     options = _with_precision(_translated(options, rule), rule)
@@ -130,7 +144,7 @@ def generate(options: GenerateOptions) -> Workload:
         return rule.workload(settings, options.world_size or 1)
     job, notes = _job(options, framework, settings)
     settings = rule.resolved(settings, job.parallel)
-    _check_effect(rule, settings, options)
+    _check_effect(rule, settings, typed or options)
     workload = rule.workload(job, settings)
     idle = _idle_notes(options, rule, workload, job, settings)
     notes = (*notes, *_script_notes(options, rule), *workload.notes, *idle)

@@ -138,6 +138,18 @@ def refuse_other_framework(option: str) -> None:
     owners = [framework for framework, rule in RULES.items() if name in rule.fields()]
     if owners:
         raise ConfigError(option, "given", f"only with --framework {' or '.join(owners)}")
+    refuse_arguments(option)
+
+
+def refuse_arguments(option: str) -> None:
+    """Refuse an unknown option that is an argument of Megatron-LM. Raises ConfigError."""
+    from stepmark.framework_files import megatron  # noqa: PLC0415 - only before an error
+
+    if option in megatron.known_names():
+        allowed = (
+            "it is Megatron-LM's: write its arguments into a file and name that (--config)"
+        )
+        raise ConfigError(option, "given", allowed)
 
 
 def refuse_bare_recompute(name: str) -> None:

@@ -123,6 +123,8 @@ def preset(size: str, framework: str) -> Preset:
 
 
 _WIDTHS = ("num_layers", "hidden_size", "num_heads")
+# With all of these a model of given widths has no default that is worth a note.
+_SHAPES = ("norm", "swiglu", "untied", "max_positions")
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _DEFAULT_SEQ_LEN = 2048  # AICB's
 _MOST_LAYERS = 100_000
@@ -174,14 +176,18 @@ def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelC
             allowed = "a --model, a --model-size, or --num-layers, --hidden-size and "
             raise ConfigError(dashed(name), "missing", allowed + "--num-attention-heads")
     kind: Kind = "gpt" if framework == "megatron" else "llama"
+    if all(getattr(options, name) is not None for name in _SHAPES):
+        return _built("custom", options, kind, _widths(options), notes)
     like = {
         "gpt": "as GPT (layernorm, gelu unless --swiglu, tied, learned positions)",
         "llama": "as Llama (rmsnorm, swiglu, untied, rotary positions)",
     }[kind]
     notes.append(f"a model of given widths is built {like}")
-    return _built(
-        "custom", options, kind, {name: getattr(options, name) for name in _WIDTHS}, notes
-    )
+    return _built("custom", options, kind, _widths(options), notes)
+
+
+def _widths(options: GenerateOptions) -> dict[str, int]:
+    return {name: getattr(options, name) for name in _WIDTHS}
 
 
 def _from_preset(size: Preset, options: GenerateOptions, notes: list[str]) -> ModelConfig:
@@ -220,7 +226,7 @@ def _built(
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=_head_dim(hidden, heads),
+        head_dim=_positive(options, "head_dim") or _head_dim(hidden, heads),
         ffn_hidden_size=widths.get("ffn_hidden_size") or _ffn_width(hidden, swiglu=swiglu),
         vocab_size=vocab,
         seq_len=seq_len,
@@ -233,14 +239,16 @@ def _built(
 
 def _resized(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> ModelConfig:
     """Replace the fields of the model for which options are given."""
-    sizes = (*_WIDTHS, "num_kv_heads", "ffn_hidden_size", "vocab_size")
+    sizes = (*_WIDTHS, "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size")
     changes: dict[str, Any] = {
         name: value for name in sizes if (value := _positive(options, name)) is not None
     }
     changes |= _gate(model, options, notes)
     if {"hidden_size", "num_heads"} & set(changes) and model.mla is None:
         heads = changes.get("num_heads", model.num_heads)
-        changes["head_dim"] = _head_dim(changes.get("hidden_size", model.hidden_size), heads)
+        if "head_dim" not in changes:
+            hidden = changes.get("hidden_size", model.hidden_size)
+            changes["head_dim"] = _head_dim(hidden, heads)
         changes.setdefault(
             "num_kv_heads",
             heads if model.num_kv_heads == model.num_heads else model.num_kv_heads,
@@ -252,8 +260,9 @@ def _resized(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> 
                 changes["seq_len"] = seq_len  # the table may be too short for the model's
         else:
             notes.append("--max-position-embeddings: no effect, positions are rotary")
-    if options.linear_bias is not None:
-        changes["linear_bias"] = options.linear_bias
+    for name in ("linear_bias", "qkv_bias", "qk_norm", "norm"):
+        if (value := getattr(options, name)) is not None:
+            changes[name] = value
     if options.untied is not None:
         changes["tied_embeddings"] = not options.untied
     changes = {name: new for name, new in changes.items() if new != getattr(model, name)}
@@ -293,6 +302,7 @@ def _with_experts(
         "top_k": "top_k",
         "moe_ffn_hidden_size": "ffn_hidden_size",
         "dense_layers": "first_dense_layers",
+        "router_bias": "router_bias",
     }
     fields = {
         field: value
@@ -302,6 +312,11 @@ def _with_experts(
     if (shared := options.shared_experts) is not None:
         width = fields.get("ffn_hidden_size") or (model.moe or model).ffn_hidden_size
         fields |= {"num_shared_experts": shared, "shared_ffn_hidden_size": shared * width}
+    if (shared_width := options.shared_ffn_hidden_size) is not None:
+        if options.shared_experts is None:
+            own = fields.get("ffn_hidden_size") or (model.moe or model).ffn_hidden_size
+            fields["num_shared_experts"] = max(1, shared_width // own) if shared_width else 0
+        fields["shared_ffn_hidden_size"] = shared_width
     if model.moe:
         return replace(model, moe=replace(model.moe, **fields)) if fields else model
     if fields.get("num_experts", 1) == 1:

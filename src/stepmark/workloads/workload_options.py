@@ -55,6 +55,12 @@ class Model(ModelChoice):
         "--num-query-groups",
         rare=True,
     )
+    head_dim: int | None = flag(
+        "width of a head [hidden / heads]", "--head-dim", "--kv-channels", rare=True
+    )
+    norm: Annotated[str, words_of("rmsnorm", "layernorm")] | None = flag(
+        "norms before attention and MLP", rare=True
+    )
     vocab_size: int | None = flag("tokens before padding", rare=True)
     make_vocab_size_divisible_by: int | None = flag(
         "megatron pads the vocabulary to a multiple of this x tp [128]", rare=True
@@ -70,6 +76,18 @@ class Model(ModelChoice):
         "biases of linear layers",
         "--linear-bias/--no-linear-bias",
         "--add-bias-linear/--no-add-bias-linear",
+        rare=True,
+    )
+    qkv_bias: bool | None = flag(
+        "biases of q, k and v alone",
+        "--qkv-bias/--no-qkv-bias",
+        "--add-qkv-bias/--no-add-qkv-bias",
+        rare=True,
+    )
+    qk_norm: bool | None = flag(
+        "norms of each query and key head",
+        "--qk-norm/--no-qk-norm",
+        "--qk-layernorm/--no-qk-layernorm",
         rare=True,
     )
     untied: bool | None = flag(
@@ -102,6 +120,18 @@ class Experts:
     )
     shared_experts: int | None = flag(
         "experts that see every token", "--shared-experts", "--n-shared-expert", rare=True
+    )
+    shared_ffn_hidden_size: int | None = flag(
+        "width of all shared experts together",
+        "--shared-ffn-hidden-size",
+        "--moe-shared-expert-intermediate-size",
+        rare=True,
+    )
+    router_bias: bool | None = flag(
+        "a bias of each expert in the router",
+        "--router-bias/--no-router-bias",
+        "--moe-router-enable-expert-bias/--no-moe-router-enable-expert-bias",
+        rare=True,
     )
     moe_enable: bool | None = flag(
         "AICB: the model has experts",
@@ -152,6 +182,11 @@ class FrameworkChoice:
         "--frame",
         "--comm-frame",
         names="framework",
+    )
+    config: str | None = flag(
+        "the framework's own file: Megatron arguments, torchtitan, DeepSpeed; flags win",
+        metavar="FILE",
+        rare=True,
     )
 
 

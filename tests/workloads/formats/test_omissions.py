@@ -201,7 +201,7 @@ def test_notes_count_the_calls_of_the_stages_that_are_written(stages: list[int])
     assert sum(counts) == others
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", [name for name in FORMATS if not FORMATS[name].framework])
 def test_every_format_that_writes_says_what_it_drops(name: str) -> None:
     module = FORMATS[name].load()
     said = module.omissions(every_kind())

@@ -29,7 +29,7 @@ class Format:
     a file that a folder of all ranks or stages has (`files(workload, ranks)` fills that of
     ranks). takes: patterns of files that a reader of a folder takes for a part of the
     workload. takes_samples: `write(workload, samples=...)` has the spread of operators that
-    were measured.
+    were measured. framework: it is a framework's own file, of workloads by its rules.
     """
 
     module: str
@@ -44,6 +44,7 @@ class Format:
     first: str = ""
     takes: tuple[str, ...] = ()
     takes_samples: bool = False
+    framework: str = ""
 
     def load(self) -> ModuleType:
         return importlib.import_module(f"{self.package}.{self.module}")
@@ -149,6 +150,30 @@ FORMATS: dict[str, Format] = {
         module="op_csv",
         help="a line per operation, for people and spreadsheets",
         suffix=".csv",
+        is_one=lambda head: False,
+        reads=False,
+    ),
+    "megatron-args": Format(
+        module="megatron_args",
+        framework="megatron",
+        help="a script with Megatron-LM's arguments, which --config reads",
+        suffix=".sh",
+        is_one=lambda head: False,
+        reads=False,
+    ),
+    "torchtitan": Format(
+        module="torchtitan",
+        framework="pytorch",
+        help="torchtitan's TOML, which --config reads",
+        suffix=".toml",
+        is_one=lambda head: False,
+        reads=False,
+    ),
+    "deepspeed": Format(
+        module="deepspeed_json",
+        framework="deepspeed",
+        help="DeepSpeed's JSON, which --config reads",
+        suffix=".json",
         is_one=lambda head: False,
         reads=False,
     ),

@@ -1,0 +1,11 @@
+"""Files of frameworks that describe a job, as options of `stepmark workload generate`.
+
+- table.py: what each key of a file is to us, one table for reading and writing.
+- configuration.py: the kinds of files, told by content.
+- architecture.py: the widths of a model as options.
+- megatron.py, shell.py: Megatron-LM's arguments; the words of a shell script.
+- nemo.py: YAML of NeMo and Megatron-Bridge.
+- torchtitan.py: torchtitan's TOML.
+- deepspeed.py, accelerate.py: DeepSpeed's JSON, and the YAML of accelerate.
+- yaml_text.py: YAML, where PyYAML is installed.
+"""

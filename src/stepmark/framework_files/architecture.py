@@ -1,0 +1,52 @@
+"""The widths of a model as options of ours, and back to a name."""
+
+from dataclasses import fields
+
+from stepmark.framework_files.table import Options
+from stepmark.ground.errors import ConfigError
+from stepmark.model.model import ModelConfig
+
+
+def widths_of(model: ModelConfig) -> Options:
+    """Return the options that build a model. Raises ConfigError for one they cannot."""
+    if model.attention_bias:
+        allowed = "left out: files of frameworks have biases of q, k and v alone, or all"
+        raise ConfigError("attention-bias", "true", allowed)
+    widths: dict[str, object] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size or (model.moe or model).ffn_hidden_size,
+        "num_heads": model.num_heads,
+        "vocab_size": model.vocab_size,
+        "max_positions": model.max_positions,
+        "swiglu": model.activation == "swiglu",
+        "norm": model.norm,
+        "linear_bias": model.linear_bias,
+        "qkv_bias": model.qkv_bias,
+        "qk_norm": model.qk_norm,
+        "untied": not model.tied_embeddings,
+    }
+    if mla := model.mla:
+        widths |= {field.name: getattr(mla, field.name) or 0 for field in fields(mla)}
+    else:
+        widths |= {"num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    if moe := model.moe:
+        widths |= {
+            "num_experts": moe.num_experts,
+            "top_k": moe.top_k,
+            "moe_ffn_hidden_size": moe.ffn_hidden_size,
+            "dense_layers": moe.first_dense_layers,
+            "router_bias": moe.router_bias,
+        }
+        if moe.num_shared_experts:
+            widths["shared_ffn_hidden_size"] = moe.shared_ffn_hidden_size
+    return {name: str(value) for name, value in widths.items()}
+
+
+NAMES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads"),
+    *("head_dim", "vocab_size", "max_positions", "swiglu", "norm", "linear_bias"),
+    *("qkv_bias", "qk_norm", "untied", "num_experts", "top_k", "moe_ffn_hidden_size"),
+    *("dense_layers", "router_bias", "shared_ffn_hidden_size", "q_lora_rank"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)

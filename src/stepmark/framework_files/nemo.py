@@ -1,0 +1,247 @@
+"""YAML of NeMo (trainer, model) and of Megatron-Bridge (model, train, ddp).
+
+Their keys are Megatron-LM's arguments in other words, so that they are read by its table. Names
+are those of NeMo's examples/nlp/language_modeling/conf/megatron_gpt_config.yaml and of the
+dataclasses of Megatron-Bridge's ConfigContainer (training/config.py).
+"""
+
+import re
+from collections.abc import Mapping
+
+from stepmark.framework_files import megatron
+from stepmark.framework_files.table import (
+    Keys,
+    Table,
+    refused,
+    unmodelled,
+    without_effect,
+)
+
+# Sections whose keys are of files, logs and data.
+_WHOLE = (
+    *("exp_manager", "run", "hydra", "defaults", "restore_from_path", "model.data"),
+    *("model.tokenizer", "model.nsys_profile", "model.optim.sched", "checkpoint", "logger"),
+    *("rng", "scheduler", "tokenizer", "dataset", "profiling", "straggler", "ft", "rerun"),
+    *("rerun_state_machine", "inprocess_restart", "validation", "model.memory_profile"),
+    *("name", "base_results_dir", "model.log_token_counts", "nvrx_straggler", "peft"),
+    "env_vars",
+    *("s3_checkpointing", "model.ub_tp_comm_overlap_cfg", "model.gc_interval"),
+)
+_SETTINGS = (
+    *("model.", "train.", "ddp.", "comm_overlap.", "mixed_precision.", "dist."),
+    "optimizer.",
+)
+_RENAMED = {
+    "encoder_seq_length": "seq-length",
+    "num_moe_experts": "num-experts",
+    "rotary_percentage": "rotary-percent",
+    "activations_checkpoint_granularity": "recompute-granularity",
+    "activations_checkpoint_method": "recompute-method",
+    "activations_checkpoint_num_layers": "recompute-num-layers",
+    "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
+    "ub_tp_comm_overlap": "tp-comm-overlap",
+    "sharp": "use-sharp",
+    "qkv_bias": "add-qkv-bias",
+    "precision": "dtype",
+    "override_vocab_size": "vocab-size",
+    "fp8_params": "fp8-param-gather",
+    "fp8_param": "fp8-param-gather",
+    "fp8_param_gather": "fp8-param-gather",
+    "layernorm_epsilon": "norm-epsilon",
+    "num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
+    "optim.overlap_grad_sync": "overlap-grad-reduce",
+    "optim.overlap_param_sync": "overlap-param-gather",
+    "optim.lr": "lr",
+    "optim.weight_decay": "weight-decay",
+    "average_in_collective": "ddp-average-in-collective",
+    "bucket_size": "ddp-bucket-size",
+    "pad_buckets_for_high_nccl_busbw": "ddp-pad-buckets-for-high-nccl-busbw",
+    "microbatch_group_size_per_vp_stage": "microbatch-group-size-per-virtual-pipeline-stage",
+    "use_flash_attention": "use-flash-attn",
+}
+# Switches that are on unless Megatron-LM's argument is given.
+_NEGATED = {
+    "bias": "disable-bias-linear",
+    "add_bias_linear": "disable-bias-linear",
+    "share_embeddings_and_output_weights": "untie-embeddings-and-output-weights",
+    "masked_softmax_fusion": "no-masked-softmax-fusion",
+    "gradient_accumulation_fusion": "no-gradient-accumulation-fusion",
+    "apply_rope_fusion": "no-rope-fusion",
+    "bias_dropout_add_fusion": "no-bias-dropout-fusion",
+    "bias_dropout_fusion": "no-bias-dropout-fusion",
+    "overlap_p2p_comm": "no-overlap-p2p-communication",
+    "align_grad_reduce": "no-align-grad-reduce",
+    "align_param_gather": "no-align-param-gather",
+    "persist_layer_norm": "no-persist-layer-norm",
+    "grad_reduce_in_fp32": "grad-reduce-in-bf16",
+}
+_ACTIVATIONS: Mapping[str, str] = {
+    "swiglu": "swiglu",
+    "fast-swiglu": "swiglu",
+    "silu": "swiglu",
+    "geglu": "quick-geglu",
+    "fast-geglu": "quick-geglu",
+    "squared-relu": "squared-relu",
+    "gelu": "openai-gelu",
+}
+_NORMS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm": "RMSNorm"}
+_PRECISIONS = {"bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16"}
+_SHARDED = ("distributed_fused_adam", "mcore_distributed_optim", "distributed_adam")
+_ADAMS = ("fused_adam", "adam", "adamw", "megatron_fused_adam", *_SHARDED)
+
+_OWN = {
+    **without_effect("files, logs and data", " ".join(_WHOLE)),
+    **without_effect(
+        "how a job runs",
+        """
+        trainer.accelerator trainer.logger trainer.enable_checkpointing
+        trainer.use_distributed_sampler trainer.replace_sampler_ddp trainer.max_epochs
+        trainer.max_steps trainer.max_time trainer.log_every_n_steps
+        trainer.val_check_interval trainer.limit_val_batches trainer.limit_test_batches
+        trainer.gradient_clip_val trainer.benchmark trainer.enable_model_summary
+        trainer.num_sanity_val_steps trainer.enable_progress_bar trainer.strategy
+        """,
+    ),
+    **without_effect(
+        "the same step in Megatron-LM's core",
+        """
+        mcore-gpt use-scaled-init-method do-layer-norm-weight-decay pre-process post-process
+        headscale transformer-block-type normalize-attention-scores attention-type
+        native-amp-init-scale native-amp-growth-interval megatron-amp-o2
+        grad-allreduce-chunk-size-mb grad-div-ar-fusion apex-transformer-log-level
+        gradient-as-bucket-view sync-batch-comm use-emha batch-p2p-comm gc-interval
+        resume-from-checkpoint bias-activation-fusion bias-gelu-fusion optim.betas
+        optim.bucket-cap-mb optim.contiguous-grad-buffer optim.contiguous-param-buffer
+        optim.eps optim.exclude-norm-and-bias optim.grad-sync-dtype fp8 fp8-margin
+        fp8-wgrad reduce-amax use-te-rng-tracker enable-cuda-graph-rng rotary-base
+        seq-len-interpolation-factor scale-positional-embedding get-attention-mask-from-fusion
+        apply-embedding-scaling embedding-scale data-parallel-size barrier-with-l1-time
+        deteministic-mode finetune-lr validation-param-sync-overlap
+        layernorm-zero-centered-gamma qk-layernorm-per-head trainer.limit_train_batches
+        fsdp-sharding-strategy fsdp-grad-reduce-dtype fsdp-sharded-checkpoint
+        fsdp-use-orig-params optim.capturable moe-router-pre-softmax eval-iters eval-interval
+        use-qkv-bias no-bias-in-linear check-for-nan-in-grad dist-ckpt-format
+        dist-ckpt-load-on-device dist-ckpt-parallel-save dist-ckpt-torch-dist-multiproc
+        dist-ckpt-parallel-load dist-ckpt-assume-constant-structure
+        dist-ckpt-parallel-dist-opt autocast-dtype params-dtype pipeline-dtype
+        enable-autocast target tp-comm-bootstrap-backend ub-tp-comm-bootstrap-backend
+        """,
+    ),
+    **unmodelled("optimizer states and gradients are in fp32", "optim.dtype"),
+    **unmodelled("there is no dropout in the MLP", "ffn-dropout"),
+    **unmodelled("communication is that of the default", "ub-tp-comm-overlap-cfg nccl-ub"),
+    **refused(
+        "0: recomputation is alike in all micro-batches and stages",
+        "num-micro-batches-with-partial-activation-checkpoints "
+        "activations-checkpoint-layers-per-pipeline",
+    ),
+    **refused(
+        "left out: models of images are not modelled",
+        "freeze-language-model freeze-vision-model freeze-vision-projection "
+        "use-hf-vision-model vision-projection",
+    ),
+    **refused(
+        "left out: it is not modelled",
+        "cpu-offloading cpu-offloading-activations cpu-offloading-weights "
+        "mcore-customization-config.new-decoder-architecture "
+        "mcore-customization-config.parallel-attention",
+    ),
+    **refused("left out: FSDP of NeMo is not modelled", "fsdp"),
+    **refused("1", "trainer.accumulate_grad_batches", "1"),
+}
+
+
+def _prepare(keys: Keys) -> Keys:
+    """Return the keys in Megatron-LM's words."""
+    keys = _joined(keys)
+    words = _of_trainer(keys) | _of_precision(keys) | _of_optimizer(keys)
+    if keys.get("model.cpu_offloading") != "true":
+        for name in ("num_layers", "activations", "weights"):
+            keys.pop(f"model.cpu_offloading_{name}", None)
+    for name, value in keys.items():
+        words |= _in_words_of_megatron(name, value)
+    if "num-query-groups" in words:
+        words["group-query-attention"] = "true"
+    if words.get("recompute-num-layers") == "0" or "recompute-granularity" not in words:
+        words.pop("recompute-num-layers", None)
+        words.pop("recompute-method", None)
+    return megatron.TABLE.prepare(words)
+
+
+def _of_trainer(keys: Keys) -> Keys:
+    devices = keys.pop("trainer.devices", "")
+    nodes = keys.pop("trainer.num_nodes", "1")
+    return {"nproc_per_node": devices, "nnodes": nodes} if devices.isdecimal() else {}
+
+
+def _of_precision(keys: Keys) -> Keys:
+    words: Keys = {}
+    precision = keys.pop("trainer.precision", "") or keys.pop("mixed_precision", "bf16")
+    if dtype := _PRECISIONS.get(precision.partition("_")[0]):
+        words[dtype] = "true"
+    is_e4m3 = keys.pop("model.fp8_e4m3", "") == "true"
+    keys.pop("model.fp8_hybrid", None)
+    if "fp8" in precision or keys.get("model.fp8") == "true":
+        words["fp8-format"] = "e4m3" if is_e4m3 else "hybrid"
+    if "mxfp8" in precision:
+        words |= {"fp8-format": "e4m3", "fp8-recipe": "mxfp8"}
+    elif "current_scaling" in precision:
+        words["fp8-recipe"] = "tensorwise"
+    return words
+
+
+def _of_optimizer(keys: Keys) -> Keys:
+    optimizer = keys.pop("model.optim.name", "fused_adam")
+    words = {"optimizer": "adam" if optimizer in _ADAMS else optimizer}
+    if optimizer in _SHARDED:
+        words["use-distributed-optimizer"] = "true"
+    if keys.get("model.optim.grad_sync_dtype") == "bf16":
+        words["grad-reduce-in-bf16"] = "true"
+    return words
+
+
+_REFERENCE = re.compile(r"\$\{(?:\.|training\.model\.|model\.)(\w+)\}")
+_PRODUCT = re.compile(r"\$\{multiply: *(\d+) *, *(\d+)\}")
+
+
+def _resolved(value: str, keys: Keys) -> str:
+    """Return a value with OmegaConf's references to the model, and products of two numbers."""
+    value = _REFERENCE.sub(lambda match: keys.get(f"model.{match[1]}", match[0]), value)
+    return _PRODUCT.sub(lambda match: str(int(match[1]) * int(match[2])), value)
+
+
+def _joined(keys: Keys) -> Keys:
+    """Return the keys without empty ones, and one for each section of files and data."""
+    joined: Keys = {}
+    for name, value in keys.items():
+        parts = name.split(".")
+        sections = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        section = next((each for each in sections if each in _WHOLE), "")
+        if section or value not in ("null", "", "[]"):
+            joined[section or name] = "given" if section else _resolved(value, keys)
+    return joined
+
+
+def _in_words_of_megatron(name: str, value: str) -> Keys:
+    own = next((name.removeprefix(each) for each in _SETTINGS if name.startswith(each)), "")
+    if not own or name in _WHOLE:
+        return {name: value}
+    if own in ("_target_", "activation_func", "activation", "gated_linear_unit"):
+        word = _ACTIVATIONS.get(value.rpartition(".")[2], "")
+        return {word: "true"} if word else {"target": value}
+    if own in _NEGATED:
+        return {_NEGATED[own]: "true"} if value == "false" else {}
+    if own == "normalization":
+        return {own: _NORMS.get(value.lower(), value)}
+    if own == "transformer_engine":
+        return {} if value == "true" else {"transformer-impl": "local"}
+    return {_RENAMED.get(own, own.replace("_", "-").lower()): value}
+
+
+TABLE = Table(
+    framework="megatron",
+    title="NeMo",
+    entries=_OWN | dict(megatron.TABLE.entries),
+    prepare=_prepare,
+)

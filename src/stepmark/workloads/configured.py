@@ -1,0 +1,176 @@
+"""Options of `workload generate` that a framework's own file gives: --config FILE."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stepmark.cases.train_case import NARROW
+from stepmark.framework_files.architecture import NAMES, widths_of
+from stepmark.framework_files.table import Options, Translation
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import build, exact
+from stepmark.ground.options import options as declared
+from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
+from stepmark.step.workload import Workload
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules import RULES, find_rule
+from stepmark.workloads.workload_options import GenerateOptions
+
+ARCHITECTURE = frozenset(NAMES)
+_PRECISION = ("fp8_format", "fp8_recipe", "fp4_format", "fp4_recipe", "fp8_param_gather")
+
+
+def read(path: str) -> Translation:
+    """Return a framework's file as options. Raises ConfigError."""
+    from stepmark.framework_files import configuration  # noqa: PLC0415 - 10 ms
+
+    return configuration.read(path)
+
+
+def placed(options: GenerateOptions) -> GenerateOptions:
+    """Return the options with a framework's file that --model names as --config."""
+    from stepmark.framework_files import configuration  # noqa: PLC0415 - 10 ms
+
+    if options.config or not configuration.is_framework_file(options.model):
+        return options
+    return replace(options, model=None, config=options.model)
+
+
+def framework_of(options: GenerateOptions, file: Translation | None) -> str:
+    """Return the framework whose rules a job follows. Raises ConfigError."""
+    own = file.framework if file else "megatron"
+    framework = find_rule(options.framework or own)
+    if file and RULES[framework].module != RULES[own].module:
+        raise ConfigError("framework", framework, f"{own}, whose file {options.config} is")
+    return framework
+
+
+def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
+    """Return the options with those of the file that are not given. Raises ConfigError."""
+    framework = framework_of(options, file)
+    values = dict(file.options)
+    defaults = dict(file.defaults)
+    if options.model or options.model_size or "num_layers" not in values:
+        values = {name: text for name, text in values.items() if name not in ARCHITECTURE}
+        defaults = {name: text for name, text in defaults.items() if name not in ARCHITECTURE}
+    if options.precision:
+        values = {name: text for name, text in values.items() if name not in _PRECISION}
+    accumulated = values.pop("grad_accum", "")
+    texts = {
+        name: text
+        for name, text in (defaults | values).items()
+        if getattr(options, name, None) is None
+    }
+    of_file = build(type(options), texts)
+    changes: dict[str, Any] = {name: getattr(of_file, name) for name in texts}
+    merged = replace(options, framework=framework, **changes)
+    if accumulated and merged.gbs is None:
+        merged = replace(merged, gbs=_global_batch(merged, accumulated))
+    if "num_layers" in texts and not merged.model_name:
+        merged = replace(merged, model_name=Path(str(options.config)).stem)
+    if merged.hidden_size and not (merged.model or merged.model_size or merged.vocab_size):
+        allowed = f"--vocab-size, as {options.config} leaves it to a tokenizer"
+        raise ConfigError("vocab-size", None, allowed)
+    return merged
+
+
+def _global_batch(options: GenerateOptions, accumulated: str) -> int:
+    """Return the sequences of a step of so many micro-batches. Raises ConfigError."""
+    if not accumulated.isdecimal() or not 1 <= int(accumulated) <= 2**20:
+        raise ConfigError("gradient_accumulation_steps", accumulated, "a number from 1")
+    axes = [getattr(options, name) or 1 for name in ("tp", "pp", "cp")]
+    data_axes = (options.dp_shard or 1) * (options.dp_replicate or 1)
+    world_size = options.world_size
+    data_ranks = world_size // math.prod(axes) if world_size else data_axes
+    return (options.mbs or 1) * int(accumulated) * max(1, data_ranks)
+
+
+@contextlib.contextmanager
+def naming_keys(options: GenerateOptions, file: Translation | None) -> Iterator[None]:
+    """Name the file and its key in a ConfigError about an option that is from there."""
+    try:
+        yield
+    except ConfigError as error:
+        name = _option_of(type(options), error.field)
+        origin = file.origin.get(name) if file else None
+        if origin is None or getattr(options, name, None) is not None:
+            raise
+        field = f"{options.config}: {origin[0]}"
+        raise ConfigError(field, origin[1], error.allowed) from error.__cause__
+
+
+def _option_of(cls: type, field: str) -> str:
+    """Return the option that a message calls so; "" for none."""
+    word = field.lstrip("-").replace("_", "-")
+    for option in declared(cls):
+        if word in (
+            option.name.replace("_", "-"),
+            *(each.lstrip("-") for each in option.words),
+        ):
+            return option.name
+    return ""
+
+
+def options_of(workload: Workload, framework: str) -> tuple[Options, Options]:
+    """Return the options that describe a generated workload, and a framework's defaults.
+
+    Raises ConfigError for a workload that the framework's rules did not generate.
+    """
+    base = RULES[framework]
+    rule = RULES.get(workload.rules)
+    if rule is None or rule.module != base.module:
+        allowed = f"one by the rules of {framework}, whose file this is"
+        raise ConfigError("workload", workload.rules, allowed)
+    described = rule.job_of(workload)
+    if described is None:
+        allowed = "one that `workload generate` made of a decoder, with all its ranks"
+        raise ConfigError("workload", workload.name, allowed)
+    job, settings = described
+    own = [name for name in base.fields() if name in workload.settings or name in rule.fixed]
+    options = _of_job(job) | _texts({name: getattr(settings, name) for name in own})
+    options["world_size"] = str(workload.world_size)
+    if job.parallel.pp > 1 and "pp_microbatches" in own:
+        options["pp_microbatches"] = str(settings.pp_microbatches or job.num_microbatches)
+    defaults = dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard"), "1")
+    defaults["dtype"] = "bf16"
+    if job.products is not None and "fp8_format" not in base.fields():
+        options["precision"] = _precision_of(job.products)
+    by_default = base.resolved(base.make(), job.parallel)
+    return options, defaults | _texts({name: getattr(by_default, name) for name in own})
+
+
+def _of_job(job: Job) -> Options:
+    """Return the options of the model, the axes and the batches."""
+    parallel = job.parallel
+    options: dict[str, object] = {
+        "seq_len": job.model.seq_len,
+        **{name: getattr(parallel, name) for name in _AXES},
+        "mbs": job.mbs,
+        "gbs": job.global_batch,
+        "dtype": job.dtype,
+    }
+    return widths_of(job.model) | {name: str(value) for name, value in options.items()}
+
+
+def _precision_of(products: ProductPrecision) -> str:
+    """Return the value of --precision with these products. Raises ConfigError."""
+    for name, recipe in NARROW.items():
+        own = by_recipe(Recipe(recipe.value))
+        if (own.dtype, own.scaling) == (products.dtype, products.scaling):
+            return name
+    raise ConfigError("products", products.dtype, f"those of one of {', '.join(NARROW)}")
+
+
+_AXES = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard")
+
+
+def _texts(values: Mapping[str, object]) -> Options:
+    """Return settings as options have them; None is left out."""
+    return {
+        name: exact(value) if isinstance(value, float) else str(value)
+        for name, value in values.items()
+        if value is not None
+    }

@@ -1,0 +1,135 @@
+"""DeepSpeed's JSON and accelerate's YAML, which name no model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.framework_files import configuration
+from stepmark.framework_files.table import Translation
+from stepmark.ground.errors import ConfigError
+from stepmark.step.workload import Workload
+from stepmark.workloads import workload_flags
+from stepmark.workloads.workload import generate
+
+ZERO3: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 1e8, "overlap_comm": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "gradient_clipping": 1.0,
+}
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+mixed_precision: bf16
+num_processes: 8
+"""
+
+
+def read(content: object, folder: Path) -> Translation:
+    path = folder / ("job.json" if isinstance(content, dict) else "job.yaml")
+    path.write_text(json.dumps(content) if isinstance(content, dict) else str(content))
+    return configuration.read(str(path))
+
+
+def job(content: object, folder: Path, **options: Any) -> Workload:
+    file = read(content, folder)
+    path = folder / ("job.json" if isinstance(content, dict) else "job.yaml")
+    cls = workload_flags.options_class(file.framework, has_ignored=False)
+    return generate(cls(config=str(path), model="llama-3.1-8b", **options))
+
+
+def test_the_job_is_that_of_the_same_flags(tmp_path: Path) -> None:
+    made = job(ZERO3, tmp_path, world_size=8)
+    cls = workload_flags.options_class("deepspeed", has_ignored=False)
+    typed = generate(
+        cls(
+            framework="deepspeed",
+            model="llama-3.1-8b",
+            world_size=8,
+            stage=3,
+            mbs=2,
+            gbs=64,
+            reduce_bucket_size=100_000_000,
+            overlap_comm="true",
+            gradient_clipping=1.0,
+        )
+    )
+    assert made.blocks == typed.blocks
+    assert made.num_sequences == 64
+
+
+def test_the_batches_of_a_file_give_its_ranks(tmp_path: Path) -> None:
+    file = read(ZERO3 | {"train_batch_size": 128}, tmp_path)
+    assert file.options["world_size"] == "16"
+    with pytest.raises(ConfigError, match="train_batch_size 100 is invalid"):
+        read(ZERO3 | {"train_batch_size": 100}, tmp_path)
+
+
+def test_defaults_are_those_of_deepspeed(tmp_path: Path) -> None:
+    file = read({"train_batch_size": 8}, tmp_path)
+    assert file.defaults["stage"] == "0"
+    assert file.options["dtype"] == "fp32"
+
+
+def test_auto_is_left_to_flags(tmp_path: Path) -> None:
+    file = read(ZERO3 | {"train_micro_batch_size_per_gpu": "auto"}, tmp_path)
+    assert "mbs" not in file.options
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_optimization": {"stagee": 3}}, "did you mean zero_optimization.stage?"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "hpz_partition"),
+        ({"tensor_parallel": {"autotp_size": 4}}, "autotp_size 4 is invalid"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "offload_param.device nvme is invalid: it must be one of none, null, cpu",
+        ),
+    ],
+)
+def test_what_is_refused_is_named(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(ZERO3 | changes, tmp_path)
+    assert message in str(error.value)
+
+
+def test_a_file_without_a_model_needs_one(tmp_path: Path) -> None:
+    read(ZERO3, tmp_path)
+    cls = workload_flags.options_class("deepspeed", has_ignored=False)
+    with pytest.raises(ConfigError, match="model"):
+        generate(cls(config=str(tmp_path / "job.json")))
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("fsdp_version: 2", {"data_parallel": "fsdp", "reduce_dtype": "bf16"}),
+        ("fsdp_sharding_strategy: NO_SHARD", {"data_parallel": "ddp"}),
+        ("fsdp_sharding_strategy: SHARD_GRAD_OP", {"reshard_after_forward": "no"}),
+        ("fsdp_reshard_after_forward: true", {"reshard_after_forward": "yes"}),
+        ("fsdp_activation_checkpointing: true", {"recompute": "full"}),
+    ],
+)
+def test_accelerate_with_fsdp(config: str, options: dict[str, str], tmp_path: Path) -> None:
+    text = ACCELERATE.format(kind="FSDP") + f"fsdp_config:\n  {config}\n"
+    file = read(text, tmp_path)
+    assert file.framework == "pytorch"
+    assert {name: file.options[name] for name in options} == options
+    assert job(text, tmp_path).world_size == 8
+
+
+def test_accelerate_with_deepspeed_and_its_file(tmp_path: Path) -> None:
+    text = ACCELERATE.format(kind="DEEPSPEED") + "deepspeed_config:\n  zero_stage: 3\n"
+    assert read(text, tmp_path).options["stage"] == "3"
+    named = text.replace("zero_stage: 3", "deepspeed_config_file: zero.json")
+    with pytest.raises(ConfigError, match="a DeepSpeed file in its folder"):
+        read(named, tmp_path)
+    (tmp_path / "zero.json").write_text(json.dumps(ZERO3))
+    assert read(named, tmp_path).options["reduce_bucket_size"] == "100000000"

@@ -1,0 +1,165 @@
+"""torchtitan's TOML, of the newer and the older layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.framework_files import configuration
+from stepmark.framework_files.table import Translation
+from stepmark.ground.errors import ConfigError
+from stepmark.step.workload import Workload
+from stepmark.workloads import workload_flags
+from stepmark.workloads.workload import generate
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "configs" / "torchtitan-llama3-70b.toml"
+NEW = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+seq_len = 1024
+[parallelism]
+tensor_parallel_degree = 2
+[compile]
+enable = true
+components = ["model"]
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+"""
+OLD = """
+[job]
+description = "before 2025"
+[model]
+name = "llama3"
+flavor = "8B"
+norm_type = "rmsnorm"
+[training]
+batch_size = 2
+seq_len = 1024
+tensor_parallel_degree = 2
+data_parallel_degree = -1
+compile = true
+[experimental]
+enable_async_tensor_parallel = false
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+"""
+
+
+def read(text: str, folder: Path) -> Translation:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return configuration.read(str(path))
+
+
+def job(**options: Any) -> Workload:
+    cls = workload_flags.options_class("pytorch", has_ignored=False)
+    return generate(cls(framework="pytorch", **options))
+
+
+def test_the_example_is_the_job_that_its_keys_say() -> None:
+    made = job(config=str(EXAMPLE), world_size=256)
+    typed = job(
+        model="llama-3.1-70b",
+        world_size=256,
+        tp=8,
+        mbs=8,
+        seq_len=8192,
+        recompute="full",
+        fuse_qkv=False,
+    )
+    assert (made.blocks, made.groups, made.tokens) == (typed.blocks, typed.groups, typed.tokens)
+
+
+def test_the_older_layout_is_the_same_job(tmp_path: Path) -> None:
+    old, new = read(OLD, tmp_path), read(NEW, tmp_path)
+    assert old.options.pop("async_tp") == "False"
+    assert old.options == new.options
+    assert new.options["compile"] == "layers"
+    assert new.options["recompute"] == "ops"
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("", {"recompute": "blocks", "recompute_every": "2"}),
+        ("[activation_checkpoint]\nmode = 'none'", {"recompute": "none"}),
+        ("[compile]\nenable = true", {"compile": "block"}),
+        ("[compile]\nenable = false\ncomponents = ['loss']", {"compile": None}),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\n"
+            "pipeline_parallel_schedule = 'Interleaved1F1B'",
+            {"mbs": "1", "pp_microbatches": "8", "pp_schedule": "interleaved"},
+        ),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\n"
+            "pipeline_parallel_microbatch_size = 4",
+            {"mbs": "4", "pp_microbatches": "2"},
+        ),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\n"
+            "pipeline_parallel_layers_per_stage = 6\n"
+            "pipeline_parallel_schedule = 'Interleaved1F1B'",
+            {"pp_stages": "3"},  # 32 layers, embedding and head: 6 stages
+        ),
+        ("[parallelism]\npipeline_parallel_schedule = 'ZBVZeroBubble'", {"pp_schedule": None}),
+        (
+            "[parallelism]\nfsdp_reshard_after_forward = 'never'",
+            {"reshard_after_forward": "no"},
+        ),
+        ("[training]\nmax_norm = 0", {"clip": "False"}),
+    ],
+)
+def test_keys_are_options(text: str, options: dict[str, str | None], tmp_path: Path) -> None:
+    head = "[model]\nname = 'llama3'\nflavor = '8B'\n[optimizer]\nname = 'AdamW'\n"
+    file = read(head + text, tmp_path)
+    values = file.defaults | file.options
+    assert {name: values.get(name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nname = 'flux'", "model.name flux is invalid"),
+        ("[training]\nlocal_batchsize = 4", "did you mean training.local_batch_size"),
+        ("[training]\nenable_cpu_offload = true", "enable_cpu_offload true is invalid"),
+        ("[optimizer]\nname = 'Muon'", "optimizer.name Muon is invalid: it must be AdamW"),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\n"
+            "pipeline_parallel_schedule = 'ZBVZeroBubble'",
+            "one of 1F1B, Interleaved1F1B, GPipe",
+        ),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\n"
+            "pipeline_parallel_microbatch_size = 3",
+            "a divisor of local_batch_size (8)",
+        ),
+    ],
+)
+def test_what_is_refused_is_named(text: str, message: str, tmp_path: Path) -> None:
+    head = "[job]\ndescription = 'a'\n[checkpoint]\nenable = false\n[metrics]\nlog_freq = 1\n"
+    tables = "" if "[training]" in text else "[training]\nsteps = 1\n"
+    with pytest.raises(ConfigError) as error:
+        read(head + tables + text, tmp_path)
+    assert message in str(error.value)
+
+
+def test_every_key_without_effect_is_listed(tmp_path: Path) -> None:
+    notes = " ".join(read(EXAMPLE.read_text(), tmp_path).notes)
+    for key in ("job.dump_folder", "metrics.log_freq", "checkpoint.interval", "optimizer.lr"):
+        assert key in notes
+
+
+def test_a_flavor_that_is_no_model_of_ours_has_its_widths(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(NEW.replace("llama3", "qwen3").replace("8B", "0.6B"))
+    model = job(config=str(path), world_size=8).model
+    assert model is not None
+    assert model.name == "qwen3-0.6b"
+    # https://huggingface.co/Qwen/Qwen3-0.6B: 0.6 B parameters, 0.44 B without embedding
+    assert round(model.num_params / 1e9, 1) == 0.6
+    assert round((model.num_params - model.head_params) / 1e9, 2) == 0.44
