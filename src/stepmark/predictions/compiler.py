@@ -5,7 +5,7 @@ collectives of a group call are one Call. Equal blocks share both.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from stepmark.cases.message import SEND
@@ -92,7 +92,8 @@ class _Group:
 class Compiler:
     """Compiles the stages of a workload. Costs are those of operations with relative layers.
 
-    joins: what begins and ends on the computation's stream becomes a Region where it can.
+    joins: what begins and ends on the computation's stream becomes a Region where it can, but
+    for those that were opened.
     """
 
     def __init__(self, workload: Workload, costs: Costs, clock: Clock, *, joins: bool) -> None:
@@ -110,6 +111,7 @@ class Compiler:
         }
         self._after: dict[str, tuple[str, int]] = {}
         self._links_of: dict[Segment | Call, list[_Link]] = {}
+        self._opened = set[tuple[int, ...]]()  # by key
         self._awaited = {
             self._parsed(text)[0]
             for block in workload.blocks.values()
@@ -128,17 +130,31 @@ class Compiler:
 
     def _program(self, stage: int, items: Block, repeated: Run | None) -> Program:
         place = items.index(repeated) if repeated else len(items)
-        placed = self._placed(items[:place], stage)
+        placed = [*self._open(self._placed(items[:place], stage))]
         bounds: list[int] = []
         if repeated:
             first = len(placed)
-            placed += self._repeated(repeated, stage)
+            placed += self._open(self._repeated(repeated, stage))
             size = (len(placed) - first) // repeated.times
             bounds = [first + size * index for index in range(repeated.times + 1)]
-            placed += self._placed(items[place + 1 :], stage)
+            placed += self._open(self._placed(items[place + 1 :], stage))
         program = self._linked(placed)
         program.bounds = bounds
         return program
+
+    def open(self, works: Iterable[Segment | Call]) -> bool:
+        """Open Regions, of which programs have the items from now on. Return whether any is."""
+        keys = {work.key for work in works if isinstance(work, Region)}
+        self._opened |= keys
+        return bool(keys)
+
+    def _open(self, placed: Iterable[Placed]) -> Iterator[Placed]:
+        for work, layer, microbatch in placed:
+            if isinstance(work, Region) and work.key in self._opened:
+                inside = ((own, layer + a, microbatch + b) for own, a, b in work.placed)
+                yield from self._open(inside)
+            else:
+                yield work, layer, microbatch
 
     def _repeated(self, run: Run, stage: int) -> Iterator[Placed]:
         """Yield the Segments and Calls of a block as often as it runs; it is compiled once."""

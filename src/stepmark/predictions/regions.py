@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from stepmark.predictions.program import Program
 from stepmark.predictions.step_events import Lane, Step
-from stepmark.predictions.works import Placed, Segment
+from stepmark.predictions.works import Call, Placed, Segment
 from stepmark.step.workload import COMPUTE
 
 
@@ -16,7 +16,8 @@ class Region(Segment):
     """Computation with calls beside it, which begin after it does and end before it does.
 
     Nothing outside waits for what is inside or slows it, and its host is ahead of it. placed:
-    the items. streams: those of the calls beside. run_alone: returns a stage that has run the
+    the items. key: tells it from others, whenever it is compiled. streams: those of the calls
+    beside. run_alone: returns a stage that has run the
     items alone, from second 0 to total_s.
     """
 
@@ -33,6 +34,7 @@ class Region(Segment):
             if isinstance(work, Region):
                 self.streams |= work.streams
         self.ops = works[0].ops
+        self.key = tuple(id(work.ops[0]) for work in works)
         self.host_s = sum(work.host_s for work in works)
         self.issues = [self.host_s]
         self.num_kernels = sum(work.num_kernels for work in works)
@@ -54,26 +56,26 @@ def expanded(placed: Placed) -> Iterator[Placed]:
         yield from expanded((each, layer + own, microbatch + mb))
 
 
-def meets(lane: Lane, kind: type[Segment]) -> bool:
-    """Return whether messages beside the computation move while works of a kind run."""
+def met(lane: Lane, kind: type[Segment]) -> Iterator[Segment | Call]:
+    """Yield works of a kind during which messages beside the computation move."""
     program = lane.program
     items = [item for item in program.queues[0] if isinstance(program.works[item], kind)]
     times = sorted(
-        (step.starts[item], _end(step, item))
+        (step.starts[item], _end(step, item), item)
         for step in lane.steps
         for item in items
         if not math.isnan(step.starts[item])
     )
-    starts = [start for start, _ in times]
+    starts = [start for start, _, _ in times]
     for step in lane.steps:
         for item, _ in program.calls:
             if not program.streams[item] or math.isnan(step.starts[item]):
                 continue
             moved = lane.moved.get((step.number, item), step.starts[item])
             last = bisect_left(starts, _end(step, item)) - 1  # that began before its end
-            if last >= 0 and times[last][1] > moved:
-                return True
-    return False
+            while last >= 0 and times[last][1] > moved:
+                yield program.works[times[last][2]]
+                last -= 1
 
 
 def _end(step: Step, item: int) -> float:

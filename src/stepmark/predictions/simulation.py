@@ -10,12 +10,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import chain
 
 from stepmark.ground.errors import ConfigError
 from stepmark.predictions.compiler import Compiler
 from stepmark.predictions.free_steps import FreeSteps, is_serial
 from stepmark.predictions.program import Program
-from stepmark.predictions.regions import Region, meets, with_items
+from stepmark.predictions.regions import Region, met, with_items
 from stepmark.predictions.stage_times import seconds_of, spans
 from stepmark.predictions.step_events import MOST_STEPS, Lane, Simulator, Step
 from stepmark.predictions.works import Call, Clock, Segment
@@ -54,28 +55,57 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "S
     while True:
         shorter = shortened(workload, kept) if kept < total else workload
         num_omitted = max(0, total - kept)
-        programs = partial(_programs, shorter, compiler, repeats=num_omitted > 0)
-        free = _simulated(shorter, costs, programs, num_omitted)
+        simulated = partial(_simulated, shorter, costs, compiler, num_omitted)
+        free = simulated()
         if free:
             host_s = [free.host_s(lane) for lane in free.lanes]
             if max(host_s) <= free.step_s:
                 return free
             # Faster hosts are ahead of their device.
             slowest = [stage for stage, time in enumerate(host_s) if time >= max(host_s)]
-            bound = _simulated(shorter, costs, programs, num_omitted, slowest)
+            bound = simulated(slowest)
             if bound and bound.follows_host():
                 return replace(bound, is_host_bound=True)
         kept *= _MORE
 
 
-def _programs(
-    workload: Workload, compiler: Callable[..., Compiler], *, repeats: bool, joins: bool
-) -> list[Program]:
+def _simulated(
+    workload: Workload,
+    costs: Costs,
+    compiler: Callable[..., Compiler],
+    num_omitted: int,
+    hosts: Collection[int] = (),
+) -> "SteadyStep | None":
+    """Simulate until a step repeats; None: its micro-batches do not yet.
+
+    hosts: stages whose hosts are not ahead of their devices.
+    """
+    programs = partial(_programs, workload, repeats=num_omitted > 0)
+    own = compiler(joins=not hosts)
+    compiled = programs(own)
+    if not is_serial(compiled):
+        own = compiler(joins=False)
+        compiled = programs(own)
+    elif not (hosts and costs.has_contention):
+        free = FreeSteps(compiled, hosts)
+        if free.run(1) and not _is_slowed(free, costs):
+            step = _steady(workload, free, num_omitted)
+            if not _is_slowed(free, costs):
+                return step
+    while True:
+        events = Simulator(compiled, costs.comm_slowdown, hosts)
+        step = _steady(workload, events, num_omitted)
+        # What messages slow has to be simulated item by item.
+        if not own.open(chain.from_iterable(met(lane, Region) for lane in events.lanes)):
+            return step
+        compiled = programs(own)
+
+
+def _programs(workload: Workload, compiler: Compiler, *, repeats: bool) -> list[Program]:
     """Return the programs of all stages. repeats: with the bounds of the steady state."""
     runs = steady_runs(workload) if repeats else (None,) * len(workload.stages)
-    own = compiler(joins=joins)
     programs = [
-        own.program(index, workload.blocks[stage.step], run)
+        compiler.program(index, workload.blocks[stage.step], run)
         for index, (stage, run) in enumerate(zip(workload.stages, runs, strict=True))
     ]
     for stage, program in enumerate(programs):
@@ -87,38 +117,10 @@ def _programs(
     return programs
 
 
-def _simulated(
-    workload: Workload,
-    costs: Costs,
-    programs: Callable[..., list[Program]],
-    num_omitted: int,
-    hosts: Collection[int] = (),
-) -> "SteadyStep | None":
-    """Simulate until a step repeats; None: its micro-batches do not yet.
-
-    hosts: stages whose hosts are not ahead of their devices.
-    """
-    if not costs.has_contention:
-        free = FreeSteps(compiled := programs(joins=not hosts), hosts)
-        if is_serial(compiled) and free.run(1):
-            return _steady(workload, free, num_omitted)
-    elif len(workload.stages) > 1 and not hosts and is_serial(compiled := programs(joins=True)):
-        free = FreeSteps(compiled)
-        if free.run(1) and not _meet(free, Segment):
-            step = _steady(workload, free, num_omitted)
-            if not _meet(free, Segment):
-                return step
-        events = Simulator(compiled, costs.comm_slowdown)
-        step = _steady(workload, events, num_omitted)
-        if not _meet(events, Region):
-            return step
-    simulator = Simulator(programs(joins=False), costs.comm_slowdown, hosts)
-    return _steady(workload, simulator, num_omitted)
-
-
-def _meet(simulator: Simulator | FreeSteps, kind: type[Segment]) -> bool:
-    """Return whether messages move beside computation of a kind, which they would slow."""
-    return any(meets(lane, kind) for lane in simulator.lanes)
+def _is_slowed(free: FreeSteps, costs: Costs) -> bool:
+    """Return whether messages move beside computation, which they slow."""
+    met_works = chain.from_iterable(met(lane, Segment) for lane in free.lanes)
+    return costs.has_contention and any(True for _ in met_works)
 
 
 def _steady(
