@@ -114,7 +114,7 @@ LIMITS = {
     "llama-3.1-70b --nproc 256 --seq-len 256": "bound by exposed communication .* and comp",
     "llama-3.1-405b --nproc 128 --tp 8 --pp 16": "bound by the pipeline bubble .*, computation",
     "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .*, the pipeline bubble .* and expos",
-    "llama-3.1-8b --nproc 1 --scale tiny": r"step .* ms, bound by the host: the device waits",
+    "llama-3.1-8b --nproc 1 --scale tiny": r"step .* ms.*, bound by the host: the device waits",
     "llama-3.1-8b --nproc 1 --scale tiny --cuda-graph": "bound by computation .* launch gaps",
 }
 
