@@ -14,13 +14,22 @@ _LISTS = "--tp 2,4: a table"
 
 
 class _Command(Command):
-    """A command whose options may have lists, of which it predicts each combination."""
+    """A command whose options may have lists, of which it predicts each combination.
+
+    With Megatron-LM's rules it accepts that framework's arguments, too.
+    """
+
+    framework = ""
 
     def parse(self, name: str, words: list[str]) -> Values:
+        if self.framework == "megatron":
+            rest, arguments = _of_flags("without_arguments")(words, self.words)
+            values: Values = _of_flags("add_arguments")(super().parse(name, rest), arguments)
+            return values
         try:
             return super().parse(name, words)
         except UnknownOptionError as error:
-            options.load("stepmark.workloads.workload_flags:refuse_arguments")(error.option)
+            _of_flags("refuse_arguments")(error.option)
             raise
 
     def read(self, values: Values) -> Grid[Any]:
@@ -33,6 +42,12 @@ class _Command(Command):
             return super().call(given.options, spell)
         code: int = options.load("stepmark.predictions.prediction_grid:run")(given, spell)
         return code
+
+
+def _of_flags(name: str) -> Callable[..., Any]:
+    """Return a function of the module of the frameworks' settings, which --help never needs."""
+    function: Callable[..., Any] = options.load(f"stepmark.workloads.workload_flags:{name}")
+    return function
 
 
 def command(words: list[str]) -> Command:
@@ -57,7 +72,7 @@ def command(words: list[str]) -> Command:
         name = find_rule(framework)
     except ConfigError as error:
         raise ConfigError("--framework", error.value, error.allowed) from None
-    return _Command(
+    framework_command = _Command(
         framework_job.options_class(name),
         "stepmark.predictions.predict:run",
         f"{_DOC}; {_LISTS}. The job is described as in `workload generate`; these are {name}'s "
@@ -66,3 +81,5 @@ def command(words: list[str]) -> Command:
         "predict llama-3.1-8b --framework deepspeed --zero-stage 3 --nproc 64 --device a100",
         "predict llama-3.1-8b --framework pytorch --nproc 64 --tp 2 --device h100",
     )
+    framework_command.framework = name
+    return framework_command

@@ -52,11 +52,18 @@ def _generate(args: list[str]) -> Command:
     )
     cls = flags.options_class(framework)
     handler = f"{_HANDLERS}:run_generate"
-    return _Command(cls, handler, doc, *examples)
+    return _Command(framework, cls, handler, doc, *examples)
 
 
 class _Command(Command):
-    """A command that also accepts AICB's spellings, --seq_len and --aiob_enable=True."""
+    """A command that also accepts AICB's spellings, --seq_len and --aiob_enable=True.
+
+    With Megatron-LM's rules it accepts that framework's arguments, too.
+    """
+
+    def __init__(self, framework: str, cls: type, handler: str, doc: str, *examples: str):
+        super().__init__(cls, handler, doc, *examples)
+        self.framework = framework
 
     def parse(self, name: str, words: list[str]) -> Values:
         declared = [option for option in self.options if not option.argument]
@@ -68,8 +75,13 @@ class _Command(Command):
             _flags().refuse_bare_recompute(framework_of(words))
         words = [spelled(word, switches) for word in words]
         refuse_two_formats(words)
+        words = [word for word in words if word]
+        arguments = {}
+        if self.framework == "megatron":
+            words, arguments = _flags().without_arguments(words, self.words)
         try:
-            return super().parse(name, [word for word in words if word])
+            values: Values = _flags().add_arguments(super().parse(name, words), arguments)
+            return values
         except UnknownOptionError as error:
             _flags().refuse_other_framework(error.option)
             raise

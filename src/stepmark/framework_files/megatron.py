@@ -559,12 +559,13 @@ _REFUSED = {
     **refused("left out: name the YAML file itself", "yaml-cfg"),
 }
 # Keys that `prepare` joins into others.
+_VPP = "num-layers-per-virtual-pipeline-stage"
 _JOINED = (
     *("bf16", "fp16", "group-query-attention", "multi-latent-attention", "nnodes"),
     *(
         "checkpoint-activations",
         "nproc_per_node",
-        "num-layers-per-virtual-pipeline-stage",
+        _VPP,
         "recompute-activations",
     ),
     "use-rotary-position-embeddings",
@@ -574,6 +575,48 @@ _JOINED = (
 def known_names() -> set[str]:
     """Return the names of all arguments that are known, with their dashes."""
     return {f"--{name}" for name in (*TABLE.entries, *_JOINED)}
+
+
+# Arguments that are an option of ours whatever else is typed, with its value.
+_TYPED = {
+    "bf16": ("dtype", "bf16"),
+    "fp16": ("dtype", "fp16"),
+    "recompute-activations": ("recompute_granularity", "selective"),
+    "checkpoint-activations": ("recompute_granularity", "full"),
+    "use-rotary-position-embeddings": ("max_positions", "0"),
+}
+# What is typed instead of others.
+_INSTEAD = {
+    _VPP: "written as --virtual-pipeline-model-parallel-size N, chunks of a stage",
+    "group-query-attention": "left out: --num-query-groups N is enough",
+}
+
+
+def typed_option(name: str, value: str) -> tuple[str, str]:
+    """Return an argument that is typed beside options of ours as one of these.
+
+    Megatron-LM's defaults of what is not typed do not hold. Raises ConfigError.
+    """
+    if name in _TYPED:
+        return _TYPED[name]
+    entry = TABLE.entries.get(name, Entry())
+    if entry.option:
+        return entry.option, TABLE.value_of(name, value)
+    if name in _JOINED:
+        allowed = _INSTEAD.get(name, "in a file with the model's other arguments (--config)")
+    elif entry.refused:
+        allowed = f"left out here; in a file (--config) it must be {entry.refused}"
+    elif entry.unmodelled:
+        allowed = f"left out: {entry.unmodelled}"
+    else:
+        allowed = f"left out, as it has no effect on time and memory ({entry.no_effect})"
+    raise ConfigError(f"--{name}", "given", allowed)
+
+
+def takes_value(name: str) -> bool:
+    """Return whether an argument that is an option of ours has a value."""
+    entry = TABLE.entries.get(name, Entry())
+    return name not in _JOINED and bool(entry.option) and entry.values not in (ON, OFF)
 
 
 def keys_of_words(words: list[str], where: str) -> Keys:
@@ -629,18 +672,16 @@ def _is_absent(name: str, value: str) -> bool:
 
 
 def _prepare_pipeline(keys: Keys) -> None:
-    layers = keys.pop("num-layers-per-virtual-pipeline-stage", "")
+    layers = keys.pop(_VPP, "")
     if layers:
         pp = keys.get("pipeline-model-parallel-size", "1")
         total = keys.get("num-layers", "")
         if not all(map(str.isdecimal, (layers, pp, total))) or not int(layers) * int(pp):
-            raise ConfigError(
-                "num-layers-per-virtual-pipeline-stage", layers, "only with --num-layers"
-            )
+            raise ConfigError(_VPP, layers, "only with --num-layers")
         chunks, rest = divmod(int(total), int(pp) * int(layers))
         if rest:
             allowed = f"a number that divides the {total} layers by {pp} stages"
-            raise ConfigError("num-layers-per-virtual-pipeline-stage", layers, allowed)
+            raise ConfigError(_VPP, layers, allowed)
         keys.setdefault("num-virtual-stages-per-pipeline-rank", str(chunks))
 
 

@@ -112,7 +112,7 @@ class Table:
         for key, value in prepared.items():
             entry = self._entry(key, value, where)
             if entry.option:
-                options[entry.option] = _ours(entry, key, value, where)
+                options[entry.option] = _ours(entry, f"{where}: {key}", value)
                 origin[entry.option] = key, value
             elif entry.no_effect:
                 idle.setdefault(entry.no_effect, []).append(key)
@@ -137,6 +137,10 @@ class Table:
             defaults=defaults,
             notes=tuple(notes),
         )
+
+    def value_of(self, key: str, value: str) -> str:
+        """Return the value of a key as its option has it. Raises ConfigError."""
+        return _ours(self.entries[key], f"--{key}", value)
 
     def write(self, options: Options, defaults: Options) -> Keys:
         """Return the keys of these options, in the order of the table. Raises ConfigError.
@@ -177,13 +181,13 @@ def _is_off(entry: Entry, value: str) -> bool:
     return value.lower() in (*_SWITCHED_OFF, *entry.off)
 
 
-def _ours(entry: Entry, key: str, value: str, where: str) -> str:
+def _ours(entry: Entry, field: str, value: str) -> str:
     if not entry.values:
         return value
     by_word = {word.lower(): ours for word, ours in entry.values.items()}
     ours = by_word.get(value.lower())
     if ours is None:
-        raise ConfigError(f"{where}: {key}", value, f"one of {', '.join(entry.values)}")
+        raise ConfigError(field, value, f"one of {', '.join(entry.values)}")
     return ours
 
 

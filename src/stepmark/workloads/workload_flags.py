@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -146,10 +146,47 @@ def refuse_arguments(option: str) -> None:
     from stepmark.framework_files import megatron  # noqa: PLC0415 - only before an error
 
     if option in megatron.known_names():
-        allowed = (
-            "it is Megatron-LM's: write its arguments into a file and name that (--config)"
-        )
-        raise ConfigError(option, "given", allowed)
+        raise ConfigError(option, "given", "only with --framework megatron, whose it is")
+
+
+def without_arguments(
+    words: Sequence[str], known: Collection[str]
+) -> tuple[list[str], dict[str, tuple[str, str]]]:
+    """Take Megatron-LM's arguments that are none of ours out of the words of a command line.
+
+    known: our spellings. Returns the other words, and the argument and text of options by their
+    names. Raises ConfigError.
+    """
+    from stepmark.framework_files import megatron  # noqa: PLC0415 - 5 ms
+
+    names = megatron.known_names() - {*known}
+    rest: list[str] = []
+    options: dict[str, tuple[str, str]] = {}
+    coming = iter(words)
+    for word in coming:
+        name, is_, value = word.partition("=")
+        if name not in names:
+            rest.append(word)
+            continue
+        argument = name.removeprefix("--")
+        if not is_:
+            takes_value = megatron.takes_value(argument)
+            value = next(coming, "") if takes_value else "true"
+        option, text = megatron.typed_option(argument, value)
+        other, before = options.setdefault(option, (name, text))
+        if before != text:
+            raise ConfigError(name, "given", f"left out with {other}")
+    return rest, options
+
+
+def add_arguments(
+    values: dict[str, Any], arguments: Mapping[str, tuple[str, str]]
+) -> dict[str, Any]:
+    """Return the values of options with those of arguments. Raises ConfigError for both."""
+    for option, (argument, _) in arguments.items():
+        if values.get(option) is not None:
+            raise ConfigError(argument, "given", f"left out with --{dashed(option)}")
+    return values | {option: text for option, (_, text) in arguments.items()}
 
 
 def refuse_bare_recompute(name: str) -> None:
