@@ -52,7 +52,9 @@ def _generate(args: list[str]) -> Command:
     )
     cls = flags.options_class(framework)
     handler = f"{_HANDLERS}:run_generate"
-    return _Command(framework, cls, handler, doc, *examples)
+    command = _Command(cls, handler, doc, *examples)
+    command.framework = framework
+    return command
 
 
 class _Command(Command):
@@ -61,9 +63,7 @@ class _Command(Command):
     With Megatron-LM's rules it accepts that framework's arguments, too.
     """
 
-    def __init__(self, framework: str, cls: type, handler: str, doc: str, *examples: str):
-        super().__init__(cls, handler, doc, *examples)
-        self.framework = framework
+    framework = ""
 
     def parse(self, name: str, words: list[str]) -> Values:
         declared = [option for option in self.options if not option.argument]

@@ -601,7 +601,8 @@ def typed_option(name: str, value: str) -> tuple[str, str]:
         return _TYPED[name]
     entry = TABLE.entries.get(name, Entry())
     if entry.option:
-        return entry.option, TABLE.value_of(name, value)
+        text = _dense_layers(value) if name == "moe-layer-freq" else value
+        return entry.option, TABLE.value_of(name, text)
     if name in _JOINED:
         allowed = _INSTEAD.get(name, "in a file with the model's other arguments (--config)")
     elif entry.refused:
