@@ -55,7 +55,7 @@ class LogFormat:
     facts: by fields of LogFacts; their lines have one of fact_marks. resolution_s: of the
     clock, where times are its differences. digits: significant ones of all figures; None: as
     many as are printed. is_mean: figures are means since the line before. not_steps: lines with
-    such a mark that state no step. remark: what limits all its figures.
+    such a mark that state no step. rate_mark: without it, a step states no time yet. remark: what limits all its figures.
     """
 
     trainer: str
@@ -70,6 +70,7 @@ class LogFormat:
     digits: int | None = None
     is_mean: bool = True
     not_steps: str | None = None
+    rate_mark: str = ""
     remark: str = ""
 
     @property
@@ -245,6 +246,7 @@ FORMATS = (
             memory_bytes=rf"rain memory/peak_reserved_mem: {_FIXED}",
         ),
         required=("number", "samples_per_s"),
+        rate_mark="rain throughput/",
         remark="its rates are means over a window of batches (100, unless configured), which "
         "smear outliers",
         fact_marks=("global_train_batch_size: ", "max_seq_len: ", "n_gpus: "),

@@ -22,6 +22,7 @@ _LONGEST_S = 1e7
 _WORDS = tuple(
     dict.fromkeys(word.encode() for own in FORMATS for word in (*own.marks, *own.fact_marks))
 )
+_NO_LOSS = -1.0  # torchtitan, of a rank that is not in the last pipeline stage
 _INTEGER = re.compile(r"\d+")
 _POSITIVE = ("step_s", "samples_per_s", "tokens_per_s", "tokens_per_s_gpu", "batches_per_s")
 
@@ -53,27 +54,43 @@ class LoggedStep:
     learning_rate: float | None = None
     batch: float | None = None
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether a time, a rate or a clock is stated; a number alone shows a restart, too."""
+        rates = (getattr(self, name) for name in _POSITIVE)
+        return self.clock_s is not None or any(rate is not None for rate in rates)
+
+
+@dataclass(slots=True, kw_only=True)
+class Head:
+    """Facts that are stated of the steps after `line`; tags: of those that state them."""
+
+    line: int
+    facts: dict[str, float] = field(default_factory=dict)
+    tags: set[str] = field(default_factory=set)
+
 
 @dataclass(slots=True)
 class StepLines:
-    """Lines of one format in a file: steps by launcher's tag, and facts of the job.
+    """Lines of one format in a file: steps by launcher's tag, and facts of each start.
 
     num_torn: lines of steps of which a needed figure is cut.
     """
 
     log_format: LogFormat
     steps: dict[str, list[LoggedStep]] = field(default_factory=dict)
-    facts: dict[str, float] = field(default_factory=dict)
+    heads: list[Head] = field(default_factory=lambda: [Head(line=0)])
     num_torn: int = 0
     num_other: int = 0
     num_steps: int = 0
     _open: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    _num_before_head: int = 0  # of steps
 
     def read(self, text: str, line: int) -> None:
         """Read a line that may be of this format."""
         own = self.log_format
         if any(mark in text for mark in own.fact_marks):
-            self._read_facts(text)
+            self._read_facts(text, line)
         if not any(mark in text for mark in own.marks):
             return
         if own.not_steps and compiled(own.not_steps).search(text):
@@ -118,8 +135,12 @@ class StepLines:
                 is_needed = self.log_format.first and name in self.log_format.required
                 if is_needed and compiled(pattern).search(text, match.end()):
                     return None  # the first line of the next step is lost
-        if not all(name in figures for name in self.log_format.required):
+        is_untimed = self.log_format.rate_mark and self.log_format.rate_mark not in text
+        required = ("number",) if is_untimed else self.log_format.required
+        if not all(name in figures for name in required):
             return None
+        if figures.get("loss") == _NO_LOSS:
+            del figures["loss"]
         if not all(0 < figures[name] < math.inf for name in _POSITIVE if name in figures):
             return None
         if figures.get("step_s", 1.0) > _LONGEST_S:
@@ -127,16 +148,34 @@ class StepLines:
         number = int(figures.pop("number", figures.pop("samples", place)))
         return LoggedStep(number=number, line=line, **figures)  # type: ignore[arg-type]
 
-    def _read_facts(self, text: str) -> None:
+    def _read_facts(self, text: str, line: int) -> None:
         for name, (pattern, unit) in self.log_format.facts.items():
             if match := compiled(pattern).search(text):
                 value = match[match.lastindex or 0]
                 # Ranks may be stated as the degrees of their mesh.
-                self.facts[name] = (
+                self._state(
+                    name,
                     math.prod(map(int, _INTEGER.findall(value)))
                     if name == "num_ranks"
-                    else number_of(value) * unit
+                    else number_of(value) * unit,
+                    split_tag(text)[1],
+                    line,
                 )
+
+    def _state(self, name: str, value: float, tag: str, line: int) -> None:
+        """Add a fact to the head, or begin the next: facts after steps are of a new start.
+
+        Memory is stated after the first steps, and another rank may state its facts late.
+        """
+        head = self.heads[-1]
+        num_steps = self.num_steps + sum(len(texts) > 1 for _, texts in self._open.values())
+        is_late = head.facts.get(name) == value and tag not in head.tags
+        if name != "memory_bytes" and num_steps > self._num_before_head and not is_late:
+            head = Head(line=line)
+            self.heads.append(head)
+            self._num_before_head = num_steps
+        head.facts[name] = value
+        head.tags.add(tag)
 
 
 def read_step_lines(path: Path) -> list[StepLines]:

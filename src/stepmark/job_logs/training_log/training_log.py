@@ -1,5 +1,6 @@
 """A training log: the steps of its last start, with their times, and the facts of the job."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -8,12 +9,11 @@ from statistics import median
 
 from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.training_log.log_formats import BRIDGE
+from stepmark.job_logs.training_log.starts import FEWEST_LINES, shown_start, starts_of
 from stepmark.job_logs.training_log.step_lines import LoggedStep, StepLines, read_step_lines
 
 # A time between two readings of a clock counts where it is so many times the clock's unit.
 _CLOCK_UNITS = 50
-_MOST_RESTARTS = 0.1  # of the lines: more are lines of several ranks without a tag
-_FEWEST_RESTARTS = 3
 SECONDS = "s"
 TOKENS = "tokens/s/GPU"
 SAMPLES = "samples/s"
@@ -36,11 +36,14 @@ class LogFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLog:
-    """Steps of one rank since the last start, in the order of their numbers.
+    """Steps of one rank in the last start with enough lines, in the order of their numbers.
 
     unit: of `costs`. time_from: how the times of steps are known. pause_s: time between
     blocks of steps, where a clock tells it. num_ranks_logged: ranks with lines of these steps.
-    restarts: first steps of later starts. num_torn: lines of steps that are cut.
+    restarts: first steps of all starts but the first; num_later: those after the steps.
+    empty_start: the line of facts after all steps. left_out: other trainers, with their first
+    and last lines. bad_losses: lines of any rank whose loss is no number. num_torn: lines of
+    steps that are cut.
     """
 
     file: str
@@ -52,6 +55,10 @@ class TrainingLog:
     pause_s: float = 0.0
     num_ranks_logged: int = 1
     restarts: tuple[LoggedStep, ...] = ()
+    num_later: int = 0
+    empty_start: int | None = None
+    left_out: tuple[tuple[str, int, int], ...] = ()
+    bad_losses: tuple[LoggedStep, ...] = ()
     num_torn: int = 0
     digits: int | None = None
     remark: str = ""
@@ -80,11 +87,34 @@ def log_of(path: Path, readers: Sequence[StepLines]) -> TrainingLog:
     with_steps = [own for own in readers if own.steps]
     if not with_steps:
         raise ConfigError("file", path, f"a log of a trainer{_refusal(readers)}")
+    # The end of the file is that of its last job; lines of two trainers may be of one job.
+    last = max(_with_most(with_steps), key=lambda own: _lines(own)[1])
+    of_job = [own for own in with_steps if _is_of_job(own, last)]
     # Megatron-Bridge's first rank prints a time without a number, its last rank the whole line.
-    best = max(with_steps, key=lambda own: (own.log_format.has_numbers, _most(own)))
+    best = max(of_job, key=lambda own: (own.log_format.has_numbers, _most(own)))
     log = _log(path, best)
-    is_bridge = any(own.log_format.trainer == BRIDGE for own in with_steps)
-    return replace(log, trainer=BRIDGE) if is_bridge else log
+    is_bridge = any(own.log_format.trainer == BRIDGE for own in of_job)
+    left_out = tuple(
+        (own.log_format.trainer, *_lines(own)) for own in with_steps if own not in of_job
+    )
+    return replace(log, trainer=BRIDGE if is_bridge else log.trainer, left_out=left_out)
+
+
+def _with_most(readers: Sequence[StepLines]) -> Sequence[StepLines]:
+    return [own for own in readers if _most(own) >= FEWEST_LINES] or readers
+
+
+def _lines(lines: StepLines) -> tuple[int, int]:
+    """Return the first and the last line of the file with a step."""
+    return (
+        min(steps[0].line for steps in lines.steps.values()),
+        max(steps[-1].line for steps in lines.steps.values()),
+    )
+
+
+def _is_of_job(own: StepLines, last: StepLines) -> bool:
+    first, end = _lines(last)
+    return own is last or (_lines(own)[0] <= end and first <= _lines(own)[1])
 
 
 def _refusal(readers: Sequence[StepLines]) -> str:
@@ -100,11 +130,18 @@ def _most(lines: StepLines) -> int:
 
 
 def _log(path: Path, lines: StepLines) -> TrainingLog:
-    tag = max(lines.steps, key=lambda own: len(lines.steps[own]))
-    facts = LogFacts(**{name: int(value) for name, value in lines.facts.items()})
-    starts = _starts(path, lines.steps[tag])
+    # Of ranks with as many lines, one that knows the loss counts.
+    tag = max(
+        lines.steps,
+        key=lambda own: (len(lines.steps[own]), lines.steps[own][-1].loss is not None),
+    )
+    starts = starts_of(path, lines.steps[tag], lines.heads)
+    shown = shown_start(starts)
+    facts = LogFacts(**{name: int(value) for name, value in starts[shown].facts.items()})
     own = lines.log_format
-    steps, pause_s = starts[-1], 0.0
+    steps, pause_s = starts[shown].timed, 0.0
+    if not steps:
+        raise ConfigError("file", path, "a log that states the time or the rate of its steps")
     time_from = "as printed"
     if "samples" in own.figures:
         steps, pause_s = _of_blocks(path, steps, facts.batch)
@@ -126,31 +163,32 @@ def _log(path: Path, lines: StepLines) -> TrainingLog:
         time_from=time_from,
         pause_s=pause_s,
         num_ranks_logged=len(lines.steps),
-        restarts=tuple(start[0] for start in starts[1:]),
+        restarts=tuple(start.steps[0] for start in starts[1:]),
+        num_later=len(starts) - 1 - shown,
+        empty_start=_empty_start(lines),
+        bad_losses=_bad_losses(lines, starts[shown].steps[0]),
         num_torn=lines.num_torn,
         digits=own.digits,
         remark=own.remark,
     )
 
 
-def _starts(path: Path, steps: Sequence[LoggedStep]) -> list[list[LoggedStep]]:
-    """Return the steps of each start: numbers go back where a job continues a checkpoint.
+def _empty_start(lines: StepLines) -> int | None:
+    """Return the line of facts that are stated again after all steps."""
+    head = lines.heads[-1]
+    is_again = any(own.facts for own in lines.heads[:-1])
+    return head.line if is_again and head.line > _lines(lines)[1] else None
 
-    A line of the same step again is of another rank, unless it has another time by a clock.
-    """
-    starts: list[list[LoggedStep]] = [[steps[0]]]
-    for before, step in pairwise(steps):
-        if step.number < before.number:
-            starts.append([step])
-        elif step.number > before.number or step.clock_s != before.clock_s:
-            starts[-1].append(step)
-    if len(starts) - 1 > max(_FEWEST_RESTARTS, _MOST_RESTARTS * len(steps)):
-        allowed = (
-            "a log of one rank, or with the launcher's prefix of each: step numbers go back in "
-            f"{len(starts) - 1} of {len(steps)} lines"
-        )
-        raise ConfigError("file", path, allowed)
-    return starts
+
+def _bad_losses(lines: StepLines, first: LoggedStep) -> tuple[LoggedStep, ...]:
+    """Return a line per step, of any rank since this one, whose loss is no number."""
+    bad = {
+        own.number: own
+        for steps in lines.steps.values()
+        for own in steps
+        if own.line >= first.line and own.loss is not None and not math.isfinite(own.loss)
+    }
+    return tuple(sorted(bad.values(), key=lambda own: own.line))
 
 
 def _spans(steps: Sequence[LoggedStep], *, is_mean: bool) -> list[LoggedStep]:

@@ -8,6 +8,7 @@ from statistics import median
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.ground.units import format_bytes, format_time
 from stepmark.job_logs.nccl_log.network_rules import plural
+from stepmark.job_logs.training_log.starts import FEWEST_LINES
 from stepmark.job_logs.training_log.steady_state import SteadyState
 from stepmark.job_logs.training_log.step_lines import LoggedStep
 from stepmark.job_logs.training_log.training_log import SECONDS, TrainingLog
@@ -51,6 +52,7 @@ def headline(log: TrainingLog, steady: SteadyState) -> str:
         what += f" after {steady.num_warmup} of warm-up"
     else:
         what += " of the second half: it never becomes steady"
+    what += ", not of the last start" if log.num_later else ""
     low, high = (_cost_text(log, cost) for cost in steady.quartiles)
     half = (steady.high - steady.low) / 2 / steady.median
     text = f"{_cost_text(log, steady.median)}{' a step' if log.unit == SECONDS else ''}"
@@ -241,18 +243,23 @@ def summary_row(log: TrainingLog, steady: SteadyState) -> Row:
 
 def findings(log: TrainingLog) -> Iterator[Finding]:
     """Yield restarts, steps whose loss is no number, and lines that are cut."""
-    if log.restarts:
-        numbers = ", ".join(str(own.number) for own in log.restarts[-_MOST_NAMED:])
+    if log.restarts or log.empty_start:
         yield Finding(
             rule="steps-again",
             severity=Severity.NOTE,
-            text=f"The job began anew at step {numbers}: figures are of the last start.",
+            text=_restarts_text(log),
             evidence=tuple(_evidence(log, own) for own in log.restarts[-1:]),
-            count=len(log.restarts),
+            count=len(log.restarts) + bool(log.empty_start),
         )
-    bad = [own for own in log.steps if own.loss is not None and not math.isfinite(own.loss)]
+    for trainer, first, last in log.left_out:
+        yield Finding(
+            rule="steps-left-out",
+            severity=Severity.WARNING,
+            text=f"Steps of another job are left out: {trainer}'s in lines {first} to {last}.",
+        )
+    bad = log.bad_losses
     if bad:
-        is_last = bad[-1] is log.steps[-1]
+        is_last = bad[-1].number >= log.steps[-1].number
         end = "and in the last line, too" if is_last else f"last in step {bad[-1].number}"
         yield Finding(
             rule="loss-nan",
@@ -271,6 +278,20 @@ def findings(log: TrainingLog) -> Iterator[Finding]:
             severity=Severity.NOTE,
             text=f"{count} cut or mixed with others, and left out.",
         )
+
+
+def _restarts_text(log: TrainingLog) -> str:
+    """Return where the job began anew, and of which start the figures are."""
+    numbers = ", ".join(str(own.number) for own in log.restarts[-_MOST_NAMED:])
+    places = [f"at step {numbers}"] if numbers else []
+    places += [f"at line {log.empty_start}, without a step since"] if log.empty_start else []
+    which = "the last start"
+    if log.num_later:
+        count = "1 later start" if log.num_later == 1 else f"{log.num_later} later starts"
+        which = f"the start before {count} of fewer than {FEWEST_LINES} lines"
+    elif log.empty_start:
+        which = "the last start with steps"
+    return f"The job began anew {' and '.join(places)}: figures are of {which}."
 
 
 def _evidence(log: TrainingLog, own: LoggedStep) -> Evidence:
