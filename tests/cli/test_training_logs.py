@@ -135,6 +135,26 @@ def test_mlperf_ends_with_its_run(tmp_path: Path) -> None:
     assert "between blocks" in shown
 
 
+def test_of_several_files_the_one_shown_is_named(log: Path, tmp_path: Path) -> None:
+    more = [
+        KnownStep(step.number, step.step_s, float("nan"))
+        for step in known_steps(seed=1, count=60)[40:]
+    ]
+    path = write(tmp_path / "more.log", more)
+    path.write_text(path.read_text().replace("lm loss: NAN", "lm loss: nan"))
+    first = call("logs", log, path, code=1).splitlines()[0]
+    assert "more.log: The loss is nan in 20 lines" in first
+    assert "job.log: " in first
+
+
+def test_the_end_of_another_job_is_not_that_of_the_steps(log: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "other.log", known_steps(seed=3, count=20))
+    other.write_text(other.read_text().replace("using world size: 16", "using world size: 8"))
+    shown = call("logs", log, other, code=3)
+    assert "unknown whether it ended" in shown.splitlines()[0]
+    assert "GPUs: 8 and 16. [several-jobs]" in shown.replace("\n    ", " ")
+
+
 def test_two_logs_are_compared_as_two_launches(log: Path, tmp_path: Path) -> None:
     slower = [
         KnownStep(step.number, round(step.step_s * 1.25, 2), step.loss)

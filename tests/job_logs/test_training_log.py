@@ -209,6 +209,144 @@ def test_a_restart_leaves_the_last_start(tmp_path: Path) -> None:
     assert [own.number for own in log.restarts] == [21]
 
 
+@given(
+    starts=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(0, 3), st.sampled_from((16, 64))), max_size=5
+    )
+)
+def test_figures_have_the_facts_of_their_start(
+    starts: list[tuple[int, int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """starts: lines of each, steps that it repeats, and its GPUs, all stated again."""
+    version = VERSIONS[1]
+    lines = lines_of(version, known_steps(seed=21, count=9))
+    ranks = dict.fromkeys(range(1, 10), 16)
+    last = 9
+    for count, num_again, num_ranks in starts:
+        steps = known_steps(seed=count, count=last + count)[last - num_again :]
+        own = "\n".join(lines_of(version, steps))
+        lines.append(own.replace("using world size: 16", f"using world size: {num_ranks}"))
+        last = steps[-1].number
+        if len(steps) >= 8:
+            ranks = {step.number: num_ranks for step in steps}
+    log = read(tmp_path_factory.getbasetemp(), "\n".join([*lines, ""]))
+    assert [own.number for own in log.steps] == list(ranks)
+    assert log.facts.num_ranks == ranks[log.steps[0].number]
+    assert len(log.restarts) == len(starts)
+
+
+def test_facts_after_all_steps_are_of_none(tmp_path: Path) -> None:
+    version = VERSIONS[1]
+    lines = lines_of(version, known_steps(seed=22, count=20))
+    later = [line.replace("size: 16", "size: 8") for line in version.head]
+    log = read(tmp_path, "\n".join([*lines, *later, ""]))
+    assert log.facts.num_ranks == RANKS
+    assert log.empty_start == len(lines) + 1
+
+
+@NAMED
+def test_facts_of_another_rank_may_be_late(version: Version, tmp_path: Path) -> None:
+    first, *others = known_steps(seed=23, count=20)
+    lines = [line for step in others for line in version.lines(step)]
+    whole = [line.removeprefix("[rank0]:") for line in [*lines_of(version, [first]), *lines]]
+    late = [f"[rank3]:{line.removeprefix('[rank0]:')}" for line in version.head]
+    place = len(whole) - len(lines)
+    tagged = [f"[rank0]:{line}" for line in whole]
+    log = read(tmp_path, "\n".join([*tagged[:place], *late, *tagged[place:], ""]))
+    assert len(log.steps) == 20
+    assert not log.restarts
+
+
+def test_composer_states_no_rate_in_its_first_window(tmp_path: Path) -> None:
+    version = next(own for own in VERSIONS if own.name == "composer")
+    text = [
+        line
+        for place, step in enumerate(known_steps(seed=24, count=40))
+        for line in version.lines(step)
+        if place >= 10 or "throughput/" not in line
+    ]
+    whole = read(tmp_path, "\n".join([*version.head, *text, ""]))
+    assert [own.number for own in whole.steps] == list(range(11, 41))
+    assert whole.num_torn == 0
+    # A second start, in its first window, from step 31: without its head, too.
+    again = [
+        line
+        for step in known_steps(seed=24, count=40)[30:]
+        for line in version.lines(step)
+        if "throughput/" not in line
+    ]
+    log = read(tmp_path, "\n".join([*version.head, *text, *again, ""]))
+    assert [own.number for own in log.restarts] == [31]
+    assert log.num_later == 1
+    assert len(log.steps) == 30
+
+
+def test_a_clock_that_goes_back_is_a_start(tmp_path: Path) -> None:
+    steps = known_steps(seed=25, count=200)
+    lines = hugging_face(steps)
+    resumed = hugging_face(steps[80:])[1:]  # without its facts
+    log = read(tmp_path, "\n".join([*lines[:81], *resumed, ""]))
+    assert [own.number for own in log.restarts] == [81]
+    for own in log.steps:
+        exact = sum(step.step_s for step in steps[own.number - own.span : own.number])
+        assert (own.step_s or 0) * own.span == pytest.approx(exact, abs=1.0)
+
+
+@pytest.mark.parametrize("place", [0, 20, 38])
+def test_lines_that_changed_places_are_no_restart(place: int, tmp_path: Path) -> None:
+    steps = known_steps(seed=26, count=40)
+    order = [*steps[:place], steps[place + 1], steps[place], *steps[place + 2 :]]
+    log = read(tmp_path, "\n".join([*lines_of(VERSIONS[1], order), ""]))
+    assert [own.number for own in log.steps] == list(range(1, 41))
+    assert not log.restarts
+    check(log, VERSIONS[1], steps)
+
+
+@pytest.mark.parametrize("name", ["megatron 2.6", "torchtitan 2026"])
+def test_two_jobs_that_log_the_same_steps_are_refused(name: str, tmp_path: Path) -> None:
+    version = next(own for own in VERSIONS if own.name == name)
+    lines = list(version.head)
+    for step in known_steps(seed=27, count=20):
+        slow = KnownStep(step.number, step.step_s * 1.2, step.loss)
+        lines += [*version.lines(step), *version.lines(slow)]
+    with pytest.raises(ConfigError, match="20 of 40 lines state a time of the step before"):
+        read(tmp_path, "\n".join([*lines, ""]))
+
+
+def test_a_step_that_is_done_again_at_once_is_a_start(tmp_path: Path) -> None:
+    steps = known_steps(seed=28, count=40)
+    again = KnownStep(20, steps[19].step_s * 3, steps[19].loss)
+    lines = [*lines_of(VERSIONS[1], steps[:20]), *VERSIONS[1].lines(again)]
+    lines += [line for step in steps[20:] for line in VERSIONS[1].lines(step)]
+    log = read(tmp_path, "\n".join([*lines, ""]))
+    assert [own.number for own in log.restarts] == [20]
+    assert log.costs[0] == pytest.approx(again.step_s)
+
+
+def test_of_two_trainers_the_last_counts(tmp_path: Path) -> None:
+    first, second = VERSIONS[1], next(own for own in VERSIONS if own.name == "torchtitan 2026")
+    lines = lines_of(first, known_steps(seed=29, count=60))
+    steps = known_steps(seed=30, count=20)
+    log = read(tmp_path, "\n".join([*lines, *lines_of(second, steps), ""]))
+    assert log.trainer == "torchtitan"
+    assert len(log.steps) == 20
+    assert log.left_out == (("Megatron-LM", len(first.head) + 1, len(lines)),)
+
+
+def test_a_loss_that_is_no_number_counts_of_any_rank(tmp_path: Path) -> None:
+    version = next(own for own in VERSIONS if own.name == "torchtitan 2026")
+    steps = known_steps(seed=31, count=20)
+    lines = list(version.head)
+    for step in steps:
+        bad = KnownStep(step.number, step.step_s, float("nan") if step.number > 15 else 2.5)
+        without = KnownStep(step.number, step.step_s, -1.0)
+        lines += [f"[rank0]:{line}" for line in version.lines(without)]
+        lines += [f"[rank7]:{line}" for line in version.lines(bad)]
+    log = read(tmp_path, "\n".join([*lines, ""]))
+    assert [own.number for own in log.bad_losses] == list(range(16, 21))
+    assert log.steps[0].loss == pytest.approx(2.5)
+
+
 def test_untagged_lines_of_several_ranks_are_refused(tmp_path: Path) -> None:
     version = VERSIONS[1]
     steps = known_steps(seed=6, count=40)

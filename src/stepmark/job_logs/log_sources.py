@@ -46,7 +46,7 @@ from stepmark.job_logs.reports import ras_findings
 from stepmark.job_logs.training_log import training_flops, training_log_text
 from stepmark.job_logs.training_log.steady_state import steady_state
 from stepmark.job_logs.training_log.step_lines import read_step_lines
-from stepmark.job_logs.training_log.training_log import TrainingLog, log_of
+from stepmark.job_logs.training_log.training_log import TrainingLog, difference_of, log_of
 from stepmark.tables.row_tables import LEAD
 from stepmark.tables.table import Table
 from stepmark.text_tables import looks_like_tables
@@ -334,7 +334,7 @@ def _log(facts: LogFacts, stalls: JobStalls, paths: Sequence[Path]) -> Source:
 
 
 def _training(inputs: Inputs, options: TrainingView) -> Source:
-    """Return the steps of the file with most of them: others are of other ranks or starts."""
+    """Return the steps of the file with most of them, and what is wrong in those of others."""
     unread = [
         Finding(
             rule="steps-unread",
@@ -358,8 +358,12 @@ def _training(inputs: Inputs, options: TrainingView) -> Source:
     if options.model:
         flops = training_flops.flops_rows(log, steady, options.model, options.device)
     lines = [*training_log_text.lines(log, steady)]
-    if others := len(inputs.training) - 1:
-        lines.insert(1, f"{'':<{LEAD}}{plural(others, 'file')} with fewer steps left out")
+    headline = training_log_text.headline(log, steady)
+    others = [own for own in inputs.training if own is not log]
+    if others:
+        lines.insert(1, f"{'':<{LEAD}}{plural(len(others), 'file')} with fewer steps left out")
+    if others or unread:
+        headline = f"{Path(log.file).name}: {headline}"
     if flops:
         lines += ["", *Table(flops, training_flops.COLUMNS).text()]
     return Source(
@@ -367,9 +371,13 @@ def _training(inputs: Inputs, options: TrainingView) -> Source:
         files=(log.file,),
         histogram={},
         num_ranks_seen=0,
-        findings=(*training_log_text.findings(log), *unread),
+        findings=(
+            *training_log_text.findings(log),
+            *(one for own in others for one in _findings_of_other(own, log)),
+            *unread,
+        ),
         lines=tuple(lines),
-        headline=training_log_text.headline(log, steady),
+        headline=headline,
         rows=(
             ("training", [training_log_text.summary_row(log, steady)]),
             ("parts", training_log_text.part_rows(log, steady)),
@@ -377,6 +385,20 @@ def _training(inputs: Inputs, options: TrainingView) -> Source:
             ("flops", flops),
         ),
     )
+
+
+def _findings_of_other(own: TrainingLog, shown: TrainingLog) -> Iterator[Finding]:
+    """Yield whether a file is of another job than the one shown, and its bad losses."""
+    if difference := difference_of(own, shown):
+        yield Finding(
+            rule="several-jobs",
+            severity=Severity.WARNING,
+            text=f"{own.file} is of another job or start than {shown.file}: {difference}.",
+            action="Read the log of each job by itself.",
+        )
+    for one in training_log_text.findings(own):
+        if one.rule == "loss-nan":
+            yield replace(one, text=f"{Path(own.file).name}: {one.text}")
 
 
 def _flight_recorder(

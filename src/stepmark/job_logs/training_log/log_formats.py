@@ -55,7 +55,8 @@ class LogFormat:
     facts: by fields of LogFacts; their lines have one of fact_marks. resolution_s: of the
     clock, where times are its differences. digits: significant ones of all figures; None: as
     many as are printed. is_mean: figures are means since the line before. not_steps: lines with
-    such a mark that state no step. rate_mark: without it, a step states no time yet. remark: what limits all its figures.
+    such a mark that state no step. rate_mark: without it, a step states no time yet. remark:
+    what limits all its figures.
     """
 
     trainer: str

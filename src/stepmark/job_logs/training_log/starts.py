@@ -13,7 +13,7 @@ FEWEST_LINES = 8  # of a start that is shown rather than an earlier one
 # Of the lines: more are lines of several ranks or jobs without a tag.
 _MOST_RESTARTS = 0.1
 _FEWEST_RESTARTS = 3
-_MOST_DIFFERENCE = 0.05  # between the times that ranks of a job log of one step
+MOST_DIFFERENCE = 0.05  # between the times that ranks of a job log of one step
 _COSTS = ("step_s", "tokens_per_s_gpu", "samples_per_s", "tokens_per_s")
 
 
@@ -50,7 +50,7 @@ def starts_of(
         if before is None or has_head[place] or _is_behind(before, step):
             is_swapped = before is not None and not has_head[place]
             after = steps[place + 1] if place + 1 < len(steps) else None
-            if not (is_swapped and after and _insert(starts[-1].steps, step, after)):
+            if not (is_swapped and _insert(starts[-1].steps, step, after)):
                 starts.append(Start(steps=[step], facts=heads[places[place]].facts))
         elif _is_again(before, step):
             if not has_ranks and _differs(before, step):
@@ -89,16 +89,18 @@ def _differs(before: LoggedStep, step: LoggedStep) -> bool:
     for name in _COSTS:
         first, second = getattr(before, name), getattr(step, name)
         if first and second:
-            return bool(abs(first - second) > _MOST_DIFFERENCE * max(first, second))
+            return bool(abs(first - second) > MOST_DIFFERENCE * max(first, second))
     return False
 
 
-def _insert(steps: list[LoggedStep], step: LoggedStep, after: LoggedStep) -> bool:
+def _insert(steps: list[LoggedStep], step: LoggedStep, after: LoggedStep | None) -> bool:
     """Insert a step whose line only changed places with the one before; False: it did not.
 
     After a restart, the steps that were done before follow again.
     """
-    if not step.number < steps[-1].number < after.number or step.clock_s is not None:
+    if step.number >= steps[-1].number or step.clock_s is not None:
+        return False
+    if after and after.number <= steps[-1].number:
         return False
     if len(steps) > 1 and steps[-2].number >= step.number:
         return False
@@ -131,7 +133,7 @@ def _has_ranks(path: Path, steps: Sequence[LoggedStep], most: float) -> bool:
     if sum(again) > max(1, _MOST_RESTARTS * len(again)):
         allowed = (
             f"a log of one job: {sum(again)} of {len(steps)} lines state a time of the step "
-            f"before that differs by more than {_MOST_DIFFERENCE:.0%}"
+            f"before that differs by more than {MOST_DIFFERENCE:.0%}"
         )
         raise ConfigError("file", path, allowed)
     return True

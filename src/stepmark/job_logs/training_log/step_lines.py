@@ -169,8 +169,9 @@ class StepLines:
         """
         head = self.heads[-1]
         num_steps = self.num_steps + sum(len(texts) > 1 for _, texts in self._open.values())
-        is_late = head.facts.get(name) == value and tag not in head.tags
-        if name != "memory_bytes" and num_steps > self._num_before_head and not is_late:
+        if name != "memory_bytes" and num_steps > self._num_before_head:
+            if head.facts.get(name) == value and tag not in head.tags:
+                return
             head = Head(line=line)
             self.heads.append(head)
             self._num_before_head = num_steps

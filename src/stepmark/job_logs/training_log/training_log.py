@@ -9,11 +9,23 @@ from statistics import median
 
 from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.training_log.log_formats import BRIDGE
-from stepmark.job_logs.training_log.starts import FEWEST_LINES, shown_start, starts_of
+from stepmark.job_logs.training_log.starts import (
+    FEWEST_LINES,
+    MOST_DIFFERENCE,
+    shown_start,
+    starts_of,
+)
 from stepmark.job_logs.training_log.step_lines import LoggedStep, StepLines, read_step_lines
 
 # A time between two readings of a clock counts where it is so many times the clock's unit.
 _CLOCK_UNITS = 50
+_NAMES = {
+    "num_ranks": "GPUs:",
+    "batch": "a global batch of",
+    "seq_len": "sequences of",
+    "tokens": "tokens of a step:",
+    "parameters": "parameters:",
+}
 SECONDS = "s"
 TOKENS = "tokens/s/GPU"
 SAMPLES = "samples/s"
@@ -90,13 +102,12 @@ def log_of(path: Path, readers: Sequence[StepLines]) -> TrainingLog:
     # The end of the file is that of its last job; lines of two trainers may be of one job.
     last = max(_with_most(with_steps), key=lambda own: _lines(own)[1])
     of_job = [own for own in with_steps if _is_of_job(own, last)]
+    others = [own for own in with_steps if not _is_of_job(own, last)]
     # Megatron-Bridge's first rank prints a time without a number, its last rank the whole line.
     best = max(of_job, key=lambda own: (own.log_format.has_numbers, _most(own)))
     log = _log(path, best)
     is_bridge = any(own.log_format.trainer == BRIDGE for own in of_job)
-    left_out = tuple(
-        (own.log_format.trainer, *_lines(own)) for own in with_steps if own not in of_job
-    )
+    left_out = tuple((own.log_format.trainer, *_lines(own)) for own in others)
     return replace(log, trainer=BRIDGE if is_bridge else log.trainer, left_out=left_out)
 
 
@@ -297,3 +308,24 @@ def _unit(path: Path, steps: Sequence[LoggedStep]) -> str:
     if all(own.samples_per_s for own in steps):
         return SAMPLES
     raise ConfigError("file", path, "a log that states the time or the rate of every step")
+
+
+def difference_of(own: TrainingLog, other: TrainingLog) -> str:
+    """Return how two logs differ that cannot be of one job's ranks or starts, or nothing."""
+    if own.trainer != other.trainer and BRIDGE not in {own.trainer, other.trainer}:
+        return f"{own.trainer} and {other.trainer}"
+    for name, words in _NAMES.items():
+        first, second = getattr(own.facts, name), getattr(other.facts, name)
+        if first and second and first != second:
+            return f"{words} {first:,} and {second:,}"
+    times = [
+        {step.number: cost for step, cost in zip(log.steps, log.costs, strict=True)}
+        for log in (own, other)
+    ]
+    both = times[0].keys() & times[1].keys()
+    if own.unit != other.unit or not both:
+        return ""
+    ratio = median(times[0][number] / times[1][number] for number in both)
+    if abs(ratio - 1) <= MOST_DIFFERENCE:
+        return ""
+    return f"the same steps take {ratio:.3g} times as long"

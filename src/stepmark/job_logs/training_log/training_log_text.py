@@ -253,7 +253,8 @@ def findings(log: TrainingLog) -> Iterator[Finding]:
         )
     for trainer, first, last in log.left_out:
         yield Finding(
-            rule="steps-left-out",
+            # The end of a later job is not that of these steps.
+            rule="several-jobs" if first > log.steps[-1].line else "steps-left-out",
             severity=Severity.WARNING,
             text=f"Steps of another job are left out: {trainer}'s in lines {first} to {last}.",
         )
@@ -288,7 +289,7 @@ def _restarts_text(log: TrainingLog) -> str:
     which = "the last start"
     if log.num_later:
         count = "1 later start" if log.num_later == 1 else f"{log.num_later} later starts"
-        which = f"the start before {count} of fewer than {FEWEST_LINES} lines"
+        which = f"the start before {count} of fewer than {FEWEST_LINES} timed lines"
     elif log.empty_start:
         which = "the last start with steps"
     return f"The job began anew {' and '.join(places)}: figures are of {which}."
