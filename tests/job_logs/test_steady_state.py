@@ -17,13 +17,17 @@ from stepmark.job_logs.training_log.training_log_text import findings, part_rows
 
 def log_of(costs: list[float], losses: list[float] | None = None, span: int = 1) -> TrainingLog:
     values = losses or [1.0] * len(costs)
+    steps = tuple(
+        LoggedStep(number=place * span, line=place, step_s=cost, loss=loss, span=span)
+        for place, (cost, loss) in enumerate(zip(costs, values, strict=True), 1)
+    )
     return TrainingLog(
         file="job.log",
         trainer="Megatron-LM",
         facts=LogFacts(),
-        steps=tuple(
-            LoggedStep(number=place * span, line=place, step_s=cost, loss=loss, span=span)
-            for place, (cost, loss) in enumerate(zip(costs, values, strict=True), 1)
+        steps=steps,
+        bad_losses=tuple(
+            own for own in steps if own.loss is not None and not math.isfinite(own.loss)
         ),
         unit=SECONDS,
         time_from="as printed",

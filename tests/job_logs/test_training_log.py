@@ -249,9 +249,9 @@ def test_facts_of_another_rank_may_be_late(version: Version, tmp_path: Path) -> 
     first, *others = known_steps(seed=23, count=20)
     lines = [line for step in others for line in version.lines(step)]
     whole = [line.removeprefix("[rank0]:") for line in [*lines_of(version, [first]), *lines]]
-    late = [f"[rank3]:{line.removeprefix('[rank0]:')}" for line in version.head]
+    late = [f"[default3]: {line.removeprefix('[rank0]:')}" for line in version.head]
     place = len(whole) - len(lines)
-    tagged = [f"[rank0]:{line}" for line in whole]
+    tagged = [f"[default0]: {line}" for line in whole]
     log = read(tmp_path, "\n".join([*tagged[:place], *late, *tagged[place:], ""]))
     assert len(log.steps) == 20
     assert not log.restarts
