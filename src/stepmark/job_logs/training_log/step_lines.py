@@ -52,6 +52,9 @@ class LoggedStep:
     grad_norm: float | None = None
     learning_rate: float | None = None
     batch: float | None = None
+    num_skipped: float | None = None  # steps since the line before without an update
+    num_nan: float | None = None
+    rounding: float = 0.0  # of the time or rate: unit of its last digit, relative
 
 
 @dataclass(slots=True)
@@ -76,10 +79,10 @@ class StepLines:
             self._read_facts(text)
         if not any(mark in text for mark in own.marks):
             return
-        if own.not_steps and compiled(own.not_steps).search(text):
+        _, tag, body = split_tag(text)
+        if own.not_steps and compiled(own.not_steps).search(body):
             self.num_other += 1
             return
-        _, tag, body = split_tag(text)
         if own.first is None:
             self._add(tag, body, line)
         elif compiled(own.first).search(body):
@@ -115,9 +118,9 @@ class StepLines:
         for name, (pattern, unit) in self.log_format.figures.items():
             if match := compiled(pattern).search(text):
                 figures[name] = number_of(match[match.lastindex or 0]) * unit
-                is_needed = self.log_format.first and name in self.log_format.required
+                is_needed = name in self.log_format.required
                 if is_needed and compiled(pattern).search(text, match.end()):
-                    return None  # the first line of the next step is lost
+                    return None  # of two steps: the end of one and the begin of the next are lost
         if not all(name in figures for name in self.log_format.required):
             return None
         if not all(0 < figures[name] < math.inf for name in _POSITIVE if name in figures):

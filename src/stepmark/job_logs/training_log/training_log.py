@@ -91,7 +91,7 @@ def _refusal(readers: Sequence[StepLines]) -> str:
     if any(own.num_torn for own in readers):
         return ": none of its lines of steps is whole"
     if any(own.num_other for own in readers):
-        return ": its lines state means since the start, or evaluations, and no step"
+        return ": its lines are means since the start, evaluations or other bars, and no step"
     return ", with steps"
 
 
