@@ -272,7 +272,9 @@ FORMATS = (
             memory_bytes=rf"rain memory/peak_reserved_mem: {_FIXED}",
         ),
         required=("number", "samples_per_s"),
-        last_digits={"samples_per_s": 1e-4, "batches_per_s": 1e-4, "tokens_per_s": 1e-4},
+        last_digits=dict.fromkeys(
+            ("samples_per_s", "batches_per_s", "tokens_per_s", "tokens_per_s_gpu"), 1e-4
+        ),
         remark="its rates are means over a window of batches (100, unless configured), which "
         "smear outliers",
         fact_marks=("global_train_batch_size: ", "max_seq_len: ", "n_gpus: "),
