@@ -1,12 +1,13 @@
 """The steady state of a training log: warm-up, median, outliers and trend of its steps.
 
 Warm-up: the first line, and as many as stats.steady_from leaves out (MSER) of costs that are
-limited to outliers' bounds. Outliers: further from the median than 5 standard deviations by the
-median absolute deviation, and than 2 %, and slower. Two speeds: a gap between times that is as
-wide beside the deviations of both sides, with a quarter of the lines on each. The interval of the median and the test of the trend
-(Mann and Kendall; slope by Theil and Sen) count as many independent steps as an autoregression
-with the autocorrelation r of neighbours has: n (1 - r) / (1 + r). Fewer than 6 have no interval:
-all lie on one side of the median in more than 5 % of cases.
+limited to outliers' bounds. Outliers: slower than the median by more than 5 standard deviations
+by the median absolute deviation, and by more than 2 %. Two speeds: a gap between times that is
+wider than these bounds of both sides, with a quarter of the lines on each. The interval of the
+median and the test of the trend (Mann and Kendall; slope by Theil and Sen) count as many
+independent steps as an autoregression with the autocorrelation r of neighbours has:
+n (1 - r) / (1 + r). Fewer than 6 have no interval: in more than 5 % of cases all of 5 lie on
+one side of the median.
 """
 
 import math
@@ -37,9 +38,9 @@ class SteadyState:
     num_warmup and outliers: lines of the log, from 0. low and high: the 95 % interval of the
     median, at least as wide as figures are rounded; None: too few lines. rounding: unit of the
     last digit, relative. speeds: lines and median cost of each of two speeds, between which
-    steps change. outlier_share: of the time, beyond the median. trend: change of the cost over 1,000
-    steps, relative; None: none that is certain. is_steady: whether warm-up ends in the first
-    half of the log; else statistics are those of its second half.
+    steps change. outlier_share: of the time, beyond the median. trend: change of the cost over
+    1,000 steps, relative; None: none that is certain. is_steady: whether warm-up ends in the
+    first half of the log; else statistics are those of its second half.
     """
 
     num_warmup: int

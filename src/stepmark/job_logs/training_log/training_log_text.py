@@ -287,8 +287,8 @@ def findings(log: TrainingLog) -> Iterator[Finding]:
         yield Finding(
             rule="loss-nan",
             severity=Severity.PROBLEM if is_last else Severity.WARNING,
-            text=f"The loss is nan in {plural(len(bad), 'line')}, from step {bad[0].number} on, "
-            f"{end}.",
+            text=f"The loss is nan in {plural(len(bad), 'line')}, from step "
+            f"{bad[0].number} on, {end}.",
             evidence=(_evidence(log, bad[0]),),
             count=len(bad),
             action="Look at the steps before: learning rate, gradient norm, loss scale, data.",
