@@ -200,7 +200,7 @@ def test_a_log_of_another_batch_is_refused_without_its_tokens(tmp_path: Path) ->
 def test_steps_that_are_all_torn_are_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     path.write_text("| elapsed time per iteration (ms): 12\n" * 9 + "exiting program\n")
-    assert "none of its lines of steps is whole. [steps-unread]" in call("logs", path)
+    assert "none of its lines of steps is whole. [steps-unread]" in call("logs", path, code=3)
 
 
 def test_bars_of_other_loops_are_no_torn_steps(tmp_path: Path) -> None:

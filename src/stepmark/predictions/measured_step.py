@@ -103,7 +103,8 @@ def figure_of_log(path: Path, field: str) -> Figure:
     steady = steady_state(log)
     if steady.doubt:
         raise ConfigError(field, path, f"a log with a steady state: {steady.doubt}")
-    notes, warnings = [], []
+    notes: list[str] = []
+    warnings: list[str] = []
     for finding in findings(log):
         if finding.severity is Severity.PROBLEM:
             raise ConfigError(field, path, f"a log of steps that train: {finding.text}")

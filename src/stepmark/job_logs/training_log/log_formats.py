@@ -200,7 +200,7 @@ FORMATS = (
         source="deepspeedai/DeepSpeed, deepspeed/runtime/pipe/engine.py, train_batch",
         marks=("iter time (s): ",),
         figures=_figures(
-            number=rf"\bsteps: {_WHOLE} loss:",
+            number=rf"(?<![A-Za-z_])steps: {_WHOLE} loss:",
             step_s=rf"iter time \(s\): {_N} samples/sec",
             loss=rf" loss: {_N} ",
         ),
@@ -229,7 +229,7 @@ FORMATS = (
         marks=("time_per_iteration_ms: ",),
         figures=_figures(
             {"step_s": 1e-3},
-            number=rf"\biteration: {_WHOLE} / \d",
+            number=rf"(?<![A-Za-z_])iteration: {_WHOLE} / \d",
             step_s=rf"time_per_iteration_ms: {_HUMAN} \|",
             tokens_per_s=rf" tokens_per_sec: {_HUMAN} \|",
             tokens_per_s_gpu=rf" tokens_per_sec_per_gpu: {_HUMAN} \|",
