@@ -84,8 +84,8 @@ class LogFormat:
 
 _MEGATRON = _figures(
     {"step_s": 1e-3},
-    # torchrun and mpirun write their prefix directly before the line, and may take its space.
-    number=rf"(?:^| )iteration +{_WHOLE}/ *\d",
+    # Not its first space: prefixes of torchrun and mpirun may take that.
+    number=rf"iteration +{_WHOLE}/ *\d",
     step_s=rf"elapsed time per iteration \(ms\): {_N} \|",
     tflops_gpu=rf"throughput per GPU \(TFLOP/s/GPU\): {_N} \|",
     batch=rf"global batch size: +{_WHOLE} \|",
@@ -200,7 +200,7 @@ FORMATS = (
         source="deepspeedai/DeepSpeed, deepspeed/runtime/pipe/engine.py, train_batch",
         marks=("iter time (s): ",),
         figures=_figures(
-            number=rf"(?<![A-Za-z_])steps: {_WHOLE} loss:",
+            number=rf"steps: {_WHOLE} loss:",
             step_s=rf"iter time \(s\): {_N} samples/sec",
             loss=rf" loss: {_N} ",
         ),
@@ -229,7 +229,7 @@ FORMATS = (
         marks=("time_per_iteration_ms: ",),
         figures=_figures(
             {"step_s": 1e-3},
-            number=rf"(?<![A-Za-z_])iteration: {_WHOLE} / \d",
+            number=rf"\biteration: {_WHOLE} / \d",
             step_s=rf"time_per_iteration_ms: {_HUMAN} \|",
             tokens_per_s=rf" tokens_per_sec: {_HUMAN} \|",
             tokens_per_s_gpu=rf" tokens_per_sec_per_gpu: {_HUMAN} \|",
