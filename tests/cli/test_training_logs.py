@@ -141,7 +141,6 @@ def test_of_several_files_the_one_shown_is_named(log: Path, tmp_path: Path) -> N
         for step in known_steps(seed=1, count=60)[40:]
     ]
     path = write(tmp_path / "more.log", more)
-    path.write_text(path.read_text().replace("lm loss: NAN", "lm loss: nan"))
     first = call("logs", log, path, code=1).splitlines()[0]
     assert "more.log: The loss is nan in 20 lines" in first
     assert "job.log: " in first
@@ -190,6 +189,44 @@ def test_a_log_of_another_step_is_refused(changed: tuple[object, ...], error: st
     shown = refusal("predict", *STEP, *changed, "--measured", EXAMPLE)
     assert error in shown
     assert error in refusal("predict", *STEP, *changed, "--anchor", EXAMPLE)
+
+
+@pytest.mark.parametrize("option", ["--measured", "--anchor"])
+def test_a_log_that_tells_no_steady_step_is_refused(option: str, tmp_path: Path) -> None:
+    few = write(tmp_path / "few.log", known_steps(seed=1, count=7))
+    assert "fewer than 8 lines of steps" in refusal("predict", *STEP, option, few)
+    unsteady = [KnownStep(place, 2.0 + place, 3.0) for place in range(1, 41)]
+    path = write(tmp_path / "unsteady.log", unsteady)
+    assert "never become steady" in refusal("predict", *STEP, option, path)
+    bad = tmp_path / "nan.log"
+    text = EXAMPLE.read_text()
+    last = text[text.rindex("lm loss: ") :].split("|")[0].strip()
+    bad.write_text(text.replace(last, "lm loss: NAN"))
+    assert "The loss is nan" in refusal("predict", *STEP, option, bad)
+
+
+def test_a_log_of_another_batch_is_refused_without_its_tokens(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text()
+    path = tmp_path / "job.log"
+    path.write_text("\n".join(own for own in text.split("\n") if "seq_length" not in own))
+    shown = call("predict", *STEP, "--measured", path)
+    assert "The log does not state the tokens of a step, the sequence length" in shown
+    changed = ("--grad-accum", 2)
+    shown = refusal("predict", *STEP, *changed, "--measured", path)
+    assert "a step of 2 sequences; this one states 1" in shown
+
+
+def test_steps_that_are_all_torn_are_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_text("| elapsed time per iteration (ms): 12\n" * 9 + "exiting program\n")
+    assert "none of its lines of steps is whole. [steps-unread]" in call("logs", path, code=3)
+
+
+def test_bars_of_other_loops_are_no_torn_steps(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    bars = "Map: 100%|##| 5/5 [00:01<00:00]\n 50%|# | 1/2 [00:01<00:01]\n" * 3
+    path.write_text(f"{bars}Segmentation fault (core dumped)\n")
+    assert "steps-unread" not in call("logs", path, code=1)
 
 
 def test_a_file_without_steps_is_no_measured_step() -> None:

@@ -1,6 +1,7 @@
 """Laws of the steady state: what is put into a log is what it shows."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,8 +12,13 @@ from tests.job_logs import example_log
 from stepmark.findings.finding import Severity
 from stepmark.job_logs.training_log.steady_state import SteadyState, steady_state
 from stepmark.job_logs.training_log.step_lines import LoggedStep
-from stepmark.job_logs.training_log.training_log import SECONDS, LogFacts, TrainingLog
-from stepmark.job_logs.training_log.training_log_text import findings, part_rows
+from stepmark.job_logs.training_log.training_log import SAMPLES, SECONDS, LogFacts, TrainingLog
+from stepmark.job_logs.training_log.training_log_text import (
+    findings,
+    headline,
+    part_rows,
+    summary_row,
+)
 
 
 def log_of(costs: list[float], losses: list[float] | None = None, span: int = 1) -> TrainingLog:
@@ -26,9 +32,7 @@ def log_of(costs: list[float], losses: list[float] | None = None, span: int = 1)
         trainer="Megatron-LM",
         facts=LogFacts(),
         steps=steps,
-        bad_losses=tuple(
-            own for own in steps if own.loss is not None and not math.isfinite(own.loss)
-        ),
+        bad_losses=tuple(own for own in steps if own.is_nan),
         unit=SECONDS,
         time_from="as printed",
     )
@@ -109,6 +113,52 @@ def test_what_never_becomes_steady_is_told() -> None:
 def test_few_lines_have_a_median_alone() -> None:
     assert steady([9.0, 8.0, 8.1]).median == pytest.approx(8.05)
     assert steady([9.0]).median == 9.0
+    for count in range(1, 7):
+        own = steady(noisy(Random(count), count))
+        assert own.low is own.high is None
+        assert "fewer than 8 lines" in own.doubt
+
+
+def test_figures_that_are_rounded_alike_have_an_interval() -> None:
+    log = log_of([8.0] * 40)
+    steps = tuple(replace(own, rounding=0.02) for own in log.steps)
+    own = steady_state(replace(log, steps=steps))
+    assert (own.low, own.high) == pytest.approx((7.92, 8.08))
+
+
+@given(seed=st.integers(0, 2**32), num_slow=st.integers(30, 70))
+def test_two_speeds_are_no_outliers(seed: int, num_slow: int) -> None:
+    random = Random(seed)
+    costs = noisy(random, 100 - num_slow, 2.0) + noisy(random, num_slow, 3.0)
+    random.shuffle(costs)
+    own = steady([2.0, *costs])
+    assert own.outliers == ()
+    assert [cost for _, cost in own.speeds] == pytest.approx([2.0, 3.0], rel=0.01)
+    assert own.doubt
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(8, 200))
+def test_noise_has_one_speed(seed: int, count: int) -> None:
+    assert steady(noisy(Random(seed), count)).speeds == ()
+
+
+def test_a_coarse_clock_has_one_speed() -> None:
+    log = log_of([2.0, 2.04] * 20)
+    steps = tuple(replace(own, rounding=0.04) for own in log.steps)
+    assert steady_state(replace(log, steps=steps)).speeds == ()
+
+
+def test_quartiles_of_a_rate_have_the_lower_first() -> None:
+    steps = tuple(
+        LoggedStep(number=place, line=place, samples_per_s=100.0 + place % 7)
+        for place in range(1, 50)
+    )
+    log = replace(log_of([1.0]), steps=steps, unit=SAMPLES)
+    row = summary_row(log, steady_state(log))
+    assert row["low"] < row["median"] < row["high"]
+    assert row["quartile_1"] < row["median"] < row["quartile_3"]
+    text = headline(log, steady_state(log))
+    assert "quartiles 101 samples/s to 105 samples/s" in text
 
 
 def test_shares_of_the_time_are_all_of_it() -> None:

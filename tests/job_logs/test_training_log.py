@@ -22,6 +22,7 @@ from tests.job_logs.training_lines import (
 
 from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.training_log.training_log import TrainingLog, read_training_log
+from stepmark.job_logs.training_log.training_log_text import findings
 
 FOREIGN = (
     "WARNING:root:iteration 7/9 took longer | step: 3",
@@ -68,6 +69,94 @@ def test_a_whole_log_gives_all_steps(version: Version, tmp_path: Path) -> None:
     assert log.trainer == version.trainer
     assert all(own.step_s for own in log.steps)
     check(log, version, steps)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["[default7]:", "[rank0]:", "[1,0]<stdout>:", " 0: ", "15: ", "[default7]: [0] "],
+)
+@pytest.mark.parametrize("version", VERSIONS[:2], ids=lambda own: own.name)
+def test_launchers_prefixes_may_touch_the_line(
+    version: Version, prefix: str, tmp_path: Path
+) -> None:
+    steps = known_steps(seed=15, count=20)
+    lines = [f"{prefix}{line}" for line in lines_of(version, steps)]
+    check(log := read(tmp_path, "\n".join([*lines, ""])), version, steps)
+    assert len(log.steps) == len(steps)
+    assert log.facts.num_ranks == RANKS
+
+
+def test_megatron_deepspeed_states_seconds(tmp_path: Path) -> None:
+    version = VERSIONS[0]
+    steps = known_steps(seed=16, count=20)
+    lines = [
+        line.replace(f"(ms): {step.step_s * 1000:.1f}", f"(s): {step.step_s:.2f}")
+        for step in steps
+        for line in version.lines(step)
+    ]
+    log = read(tmp_path, "\n".join([*version.head, *lines, ""]))
+    assert log.trainer == "Megatron-DeepSpeed"
+    assert [own.step_s for own in log.steps] == [pytest.approx(own.step_s) for own in steps]
+
+
+@NAMED
+@given(seed=st.integers(0, 2**32), place=st.floats(0, 1))
+def test_a_cut_line_with_the_next_on_it_gives_right_figures_or_none(
+    version: Version, seed: int, place: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    steps = known_steps(seed, count=5)
+    lines = [line for step in steps for line in version.lines(step)]
+    number = Random(seed).randrange(len(lines) - 1)
+    cut = lines[number][: round(place * len(lines[number]))]
+    lines[number : number + 2] = [cut + lines[number + 1]]
+    text = "\n".join([*version.head, *lines, ""])
+    if not version.has_open_end:
+        check(read(tmp_path_factory.getbasetemp(), text), version, steps)
+
+
+@pytest.mark.parametrize("word", ["NAN", "nan", "-nan", "INF"])
+def test_a_loss_is_no_number_in_any_case(word: str, tmp_path: Path) -> None:
+    version = VERSIONS[1]
+    steps = known_steps(seed=17, count=10)
+    text = "\n".join([*lines_of(version, steps), ""])
+    loss = f"lm loss: {steps[-1].loss:.6E}"
+    log = read(tmp_path, text.replace(loss, f"lm loss: {word}"))
+    assert [finding.rule for finding in findings(log)] == ["loss-nan"]
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"), [("nan iterations", "loss-nan"), ("skipped iterations", "steps-skipped")]
+)
+def test_megatron_counts_nan_and_skipped_steps(words: str, rule: str, tmp_path: Path) -> None:
+    """Megatron states no loss where all steps since the line before were skipped."""
+    text = "\n".join([*lines_of(VERSIONS[1], known_steps(seed=18, count=10)), ""])
+    log = read(tmp_path, text.replace(f"number of {words}:   0", f"number of {words}:   1"))
+    (finding,) = findings(log)
+    assert finding.rule == rule
+    assert finding.count == 10
+
+
+@pytest.mark.parametrize("word", ["inf", "nan", "1e400"])
+def test_a_fact_is_a_number(word: str, tmp_path: Path) -> None:
+    line = f"[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max reserved: {word}"
+    lines = lines_of(VERSIONS[1], known_steps(seed=19, count=10))
+    assert read(tmp_path, "\n".join([line, *lines, ""])).facts.memory_bytes is None
+
+
+def test_the_rounding_of_a_time_is_that_of_what_it_follows_from(tmp_path: Path) -> None:
+    by_name = {version.name: version for version in VERSIONS}
+    steps = known_steps(seed=20, count=10)
+    for name, unit in (
+        ("megatron 2026", lambda step: 1e-4 / step.step_s),
+        ("torchtitan 2026", lambda step: RANKS * step.step_s / TOKENS),
+        ("composer", lambda step: 1e-4 * step.step_s / BATCH),
+        ("nemo", lambda _: 1e-3),
+    ):
+        log = read(tmp_path, "\n".join([*lines_of(by_name[name], steps), ""]))
+        for own, step in zip(log.steps, steps, strict=True):
+            assert own.rounding == pytest.approx(unit(step), rel=1e-3), name
+    log = read(tmp_path, "\n".join([*hugging_face(known_steps(seed=7, count=200)), ""]))
+    assert all(0.01 < own.rounding <= 0.04 for own in log.steps)  # of 50 s to 200 s
 
 
 @NAMED

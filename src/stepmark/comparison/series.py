@@ -25,9 +25,10 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.reading import Reading, Table
 from stepmark.ground.stats import slowest_per_sample
 from stepmark.ground.units import format_bytes
+from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.job_logs.training_log.steady_state import steady_state
 from stepmark.job_logs.training_log.training_log import SECONDS, TrainingLog
-from stepmark.job_logs.training_log.training_log_text import findings
+from stepmark.job_logs.training_log.training_log_text import findings, span_text
 from stepmark.model.collectives import Collective, busbw_factor
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_names import distinct_names
@@ -232,18 +233,21 @@ def series_of_training_log(log: TrainingLog) -> Series:
         },
         unit="s" if is_time else log.unit,
         launches={log.file: tuple(cost if is_time else 1 / cost for cost in costs)},
-        rounding=0.0 if log.digits is None else 10.0 ** (1 - log.digits),
+        rounding=steady.rounding,
     )
 
 
 def log_notes(log: TrainingLog) -> tuple[str, ...]:
     """Return what limits the steps of a training log."""
     steady = steady_state(log)
-    notes = [f"median of {steady.num_lines} lines after {steady.num_warmup} of warm-up"]
+    count = plural(steady.num_lines, "line")
+    notes = [f"median of {count} after {steady.num_warmup} of warm-up"]
     if not steady.is_steady:
         notes = ["it never becomes steady: the median of its second half"]
-    if (span := max(own.span for own in log.steps)) > 1:
-        notes.append(f"a line is the mean of {span} steps")
+    elif steady.doubt:
+        notes.append(steady.doubt)
+    if span := span_text(log):
+        notes.append(span)
     return (*notes, *(finding.text for finding in findings(log)))
 
 

@@ -127,11 +127,13 @@ def _differences(rows: Sequence[Row]) -> list[_Difference]:
 
 def _by_stated_noise(row: Row, noise: float) -> _Difference:
     launch = Variance(noise**2, _KNOWN_DF)
+    rounding = (row.base.rounding**2 + row.other.rounding**2) / 12
+    error = launch.scaled(1 / len(row.base.logs) + 1 / len(row.other.logs))
     return _Difference(
         row=row,
         log_speed=row.base.mean - row.other.mean,
         launch=launch,
-        error=launch.scaled(1 / len(row.base.logs) + 1 / len(row.other.logs)),
+        error=error.plus(rounding),
     )
 
 

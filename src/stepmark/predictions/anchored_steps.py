@@ -241,7 +241,10 @@ def _switch(column: str, text: str) -> bool:
 
 def _log_s(inputs: Inputs, path: Path, field: str) -> float:
     """Return the seconds of the steady step of a training log."""
-    return figure_of_log(path, field).step_s(inputs.tokens, inputs.num_ranks, field)
+    figure = figure_of_log(path, field)
+    if figure.warnings:
+        raise ConfigError(field, path, f"a log without a warning: {figure.warnings[0]}")
+    return figure.step_s(inputs.tokens, inputs.num_ranks, inputs.seq_len, field)
 
 
 def _measured_s(inputs: Inputs, cells: Mapping[str, str], folder: Path) -> float:

@@ -120,6 +120,12 @@ class Inputs:
             return self.workload.tokens
         return self.case.tokens_per_step * self.case.grad_accum
 
+    @property
+    def seq_len(self) -> int | None:
+        """Return the tokens of a sequence; None where the model is not known."""
+        model = self.case.model if self.case else self.workload.model
+        return model.seq_len if model else None
+
     @cached_property
     def token_flops(self) -> TokenFlops | None:
         """FLOPs of a token; None where the model is not known."""

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from stepmark.cases.flops import TokenFlops
+from stepmark.findings.finding import Severity
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import Reader, exact
 from stepmark.ground.units import format_time, parse_duration
 from stepmark.job_logs.training_log.steady_state import steady_state
 from stepmark.job_logs.training_log.training_log import SAMPLES, SECONDS, read_training_log
+from stepmark.job_logs.training_log.training_log_text import findings
 from stepmark.tables.columns import FLOPS, PERCENT, given
 from stepmark.tables.table import Table
 
@@ -40,8 +42,9 @@ _COLUMNS = (
 class Figure:
     """A figure of a measured step: its seconds, or tokens per second, of all GPUs or of one.
 
-    file: the training log of which it is the steady step; tokens and num_ranks: those of a step
-    there, None where it does not state them.
+    file: the training log of which it is the steady step; tokens, num_ranks, batch (sequences)
+    and seq_len: those of a step there, None where it does not state them. notes: on the log;
+    warnings: on what may make its steps shorter or longer.
     """
 
     value: float
@@ -49,18 +52,31 @@ class Figure:
     file: str = ""
     tokens: int | None = None
     num_ranks: int | None = None
+    batch: int | None = None
+    seq_len: int | None = None
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.file or f"{exact(self.value)}{self.unit}"
 
-    def step_s(self, tokens: int | None, num_ranks: int, field: str = "measured") -> float:
+    def step_s(
+        self,
+        tokens: int | None,
+        num_ranks: int,
+        seq_len: int | None = None,
+        field: str = "measured",
+    ) -> float:
         """Return the seconds of a step. Raises ConfigError for a rate of unknown tokens.
 
-        And for a log of a step of other tokens or ranks.
+        And for a log of a step of other tokens, ranks or sequences.
         """
+        batch = tokens // seq_len if tokens and seq_len and tokens % seq_len == 0 else None
         for name, own, value in (
             ("tokens", self.tokens, tokens),
             ("GPUs", self.num_ranks, num_ranks),
+            ("sequences", self.batch, batch),
+            ("tokens a sequence", self.seq_len, seq_len),
         ):
             if own and value and own != value:
                 allowed = f"a log of a step of {value:,} {name}; this one states {own:,}"
@@ -74,7 +90,10 @@ class Figure:
 
 
 def figure_of_log(path: Path, field: str) -> Figure:
-    """Return the steady step of a training log. Raises ConfigError."""
+    """Return the steady step of a training log.
+
+    Raises ConfigError for a log without one, or whose loss is no number at its end.
+    """
     try:
         log = read_training_log(path)
     except ConfigError as error:
@@ -82,13 +101,34 @@ def figure_of_log(path: Path, field: str) -> Figure:
     if log.unit == SAMPLES:
         raise ConfigError(field, path, "a log that states its global batch, or a step's time")
     steady = steady_state(log)
+    if steady.doubt:
+        raise ConfigError(field, path, f"a log with a steady state: {steady.doubt}")
+    notes: list[str] = []
+    warnings: list[str] = []
+    for finding in findings(log):
+        if finding.severity is Severity.PROBLEM:
+            raise ConfigError(field, path, f"a log of steps that train: {finding.text}")
+        (warnings if finding.severity is Severity.WARNING else notes).append(finding.text)
     is_time = log.unit == SECONDS
+    batch = log.steps[-1].batch or log.facts.batch
+    stated = {
+        "the number of GPUs": log.facts.num_ranks,
+        "the tokens of a step": log.tokens,
+        "the global batch": batch or log.tokens,
+        "the sequence length": log.facts.seq_len or log.tokens,
+    }
+    if unknown := [name for name, value in stated.items() if value is None]:
+        notes.append(f"The log does not state {', '.join(unknown)}: taken as predicted.")
     return Figure(
         steady.median if is_time else 1 / steady.median,
         log.unit,
         file=str(path),
         tokens=log.tokens,
         num_ranks=log.facts.num_ranks,
+        batch=round(batch) if batch else None,
+        seq_len=log.facts.seq_len,
+        notes=tuple(notes),
+        warnings=tuple(warnings),
     )
 
 
@@ -118,13 +158,14 @@ MeasuredFigure = Annotated[Figure, Reader(read=_read_figure, metavar="14.7s|LOG"
 class MeasuredStep:
     """A measured step. factors: of a part's speed, each alone makes the prediction as long.
 
-    None: none does. interval_s: of the prediction.
+    None: none does. interval_s: of the prediction. notes: on the log.
     """
 
     step_s: float
     predicted_s: float
     factors: Mapping[str, float | None]
     interval_s: tuple[float, float] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -155,6 +196,7 @@ class MeasuredStep:
             "conventions": rows,
             "factors": {**self.factors},
             "interval_s": self.interval_s,
+            "notes": list(self.notes),
         }
 
 
@@ -217,6 +259,7 @@ def lines(measured: Mapping[str, Any]) -> Iterator[str]:
         text += f", {measured['tokens_per_s']:,.0f} tokens/s"
         text += f", {measured['tokens_per_s_gpu']:,.0f} tokens/s/GPU"
     yield f"  measured: {text}"
+    yield from (f"    {note}" for note in measured["notes"])
     longer = "longer" if gap_s >= 0 else "shorter"
     gap = f"{format_time(abs(gap_s))} {longer} than predicted ({ratio - 1:+.1%}, {ratio:.3g} x)"
     if measured["interval_s"]:

@@ -130,7 +130,7 @@ def _measured(
     figure: Figure, inputs: Inputs, prediction: Prediction, interval: Interval | None
 ) -> MeasuredStep:
     """Return the step of --measured, and what explains its gap. Raises ConfigError."""
-    measured_s = figure.step_s(inputs.tokens, inputs.num_ranks)
+    measured_s = figure.step_s(inputs.tokens, inputs.num_ranks, inputs.seq_len)
     is_close = abs(measured_s - prediction.step_s) <= CLOSE * measured_s
     is_part = {"link": prediction.step.comm_s > 0.0, HOST: inputs.host_is_known}
     names = [name for name in (*FACTORS, HOST) if is_part.get(name, True) and not is_close]
@@ -143,6 +143,7 @@ def _measured(
         predicted_s=prediction.step_s,
         factors=factors,
         interval_s=_bounds(interval),
+        notes=(*figure.warnings, *figure.notes),
     )
 
 

@@ -4,7 +4,7 @@ import re
 
 _RANK_TAG = re.compile(r"\[rank(\d{1,8})\]:? ?")
 _LAUNCHER_TAG = re.compile(
-    r"^(?:(?P<srun>\d{1,6}): |\[(?P<hydra>\d{1,6})\] "
+    r"^(?: {0,5}(?P<srun>\d{1,6}): |\[(?P<hydra>\d{1,6})\] "
     r"|\[(?:[\w.-]{1,80}@)?\d+,(?P<mpi>\d{1,6})\]<std(?:err|out)>: ?"
     r"|[a-z][a-z0-9.-]{0,62}\d: "  # pdsh
     r"|\[default(?P<local>\d+)\]: ?|\((?P<worker>[^()]{1,80})\) ?"

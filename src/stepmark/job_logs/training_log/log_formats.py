@@ -17,10 +17,13 @@ Figures = Mapping[str, tuple[str, float]]
 BRIDGE = "Megatron-Bridge"
 
 # Digits are limited, so that a line of a million digits costs nothing.
-_PLAIN = r"[+-]?(?:\d{1,18}(?:,\d{3}){0,6}(?:\.\d{0,18})?|nan|inf)(?:[eE][+-]?\d{1,3})?"
+_FINITE = r"[+-]?\d{1,18}(?:,\d{3}){0,6}(?:\.\d{0,18})?(?:[eE][+-]?\d{1,2})?"
+# Megatron prints NAN, others nan.
+_PLAIN = rf"(?:{_FINITE}|[+-]?(?i:nan|inf))"
 _N = f"({_PLAIN})"
+_FACT = f"({_FINITE})"
 _HUMAN = f"({_PLAIN}[KMGBTPE]?)"
-_FIXED = r"(\d{1,15}\.\d{4}|nan|inf)$"  # by its decimals a whole figure
+_FIXED = r"(\d{1,15}\.\d{4}|-?(?i:nan|inf))$"  # by its decimals a whole figure
 _WHOLE = r"(\d{1,15})"
 _SUFFIXES = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
@@ -54,7 +57,8 @@ class LogFormat:
     them in a step of several lines, a step is torn.
     facts: by fields of LogFacts; their lines have one of fact_marks. resolution_s: of the
     clock, where times are its differences. digits: significant ones of all figures; None: as
-    many as are printed. is_mean: figures are means since the line before. not_steps: lines with
+    many as are printed. last_digits: unit of the last digit of figures with fixed decimals, as
+    the log has them. is_mean: figures are means since the line before. not_steps: lines with
     such a mark that state no step. rate_mark: without it, a step states no time yet. remark:
     what limits all its figures.
     """
@@ -69,6 +73,7 @@ class LogFormat:
     facts: Figures = field(default_factory=dict)
     resolution_s: float = 0.0
     digits: int | None = None
+    last_digits: Mapping[str, float] = field(default_factory=dict)
     is_mean: bool = True
     not_steps: str | None = None
     rate_mark: str = ""
@@ -81,17 +86,20 @@ class LogFormat:
 
 _MEGATRON = _figures(
     {"step_s": 1e-3},
-    number=rf" iteration +{_WHOLE}/ *\d",
+    # Not its first space: prefixes of torchrun and mpirun may take that.
+    number=rf"iteration +{_WHOLE}/ *\d",
     step_s=rf"elapsed time per iteration \(ms\): {_N} \|",
     tflops_gpu=rf"throughput per GPU \(TFLOP/s/GPU\): {_N} \|",
     batch=rf"global batch size: +{_WHOLE} \|",
     loss=rf" lm loss: {_N} \|",
     grad_norm=rf"grad norm: {_N} \|",
     learning_rate=rf"\| learning rate: {_N} \|",
+    num_skipped=rf"number of skipped iterations: +{_WHOLE} \|",
+    num_nan=rf"number of nan iterations: +{_WHOLE} \|",
 )
 _MEGATRON_FACTS = _figures(
     {"memory_bytes": MIB},
-    memory_bytes=rf" memory \(MB\) \|.{{1,80}} max reserved: {_N}(?: \||$)",
+    memory_bytes=rf" memory \(MB\) \|.{{1,80}} max reserved: {_FACT}(?: \||$)",
     num_ranks=rf"using world size: {_WHOLE}, data-parallel",
     seq_len=rf"\bseq_length(?: \.{{3,}}|:) {_WHOLE}$",
 )
@@ -103,6 +111,22 @@ FORMATS = (
         figures=_MEGATRON,
         fact_marks=("using world size: ", "seq_length", " memory (MB) | "),
         facts=_MEGATRON_FACTS,
+        last_digits={"step_s": 1e-4},
+    ),
+    LogFormat(
+        trainer="Megatron-DeepSpeed",
+        source="bigscience-workshop/Megatron-DeepSpeed, megatron/training.py, training_log",
+        marks=("elapsed time per iteration (s): ",),
+        figures={
+            **_MEGATRON,
+            **_figures(
+                step_s=rf"elapsed time per iteration \(s\): {_N} \|",
+                tflops_gpu=rf" TFLOPs: {_N} \|",
+            ),
+        },
+        fact_marks=("using world size: ", "seq_length", " memory (MB) | "),
+        facts=_MEGATRON_FACTS,
+        last_digits={"step_s": 1e-2},
     ),
     LogFormat(
         trainer=BRIDGE,
@@ -113,6 +137,7 @@ FORMATS = (
             tflops_gpu=rf"GPU utilization: {_N}(?=MODEL_TFLOP/s/GPU)",
         ),
         required=("step_s",),
+        last_digits={"step_s": 1e-2},
     ),
     LogFormat(
         trainer="NeMo",
@@ -154,6 +179,7 @@ FORMATS = (
             memory_bytes=rf" memory: +{_N}GiB\(",
         ),
         required=("number", "tokens_per_s_gpu"),
+        last_digits={"tokens_per_s_gpu": 1.0},
         not_steps=r"\bvalidate step: ",
         fact_marks=(
             "device mesh with",
@@ -165,7 +191,7 @@ FORMATS = (
             batch=rf"global batch size {_WHOLE}, ",
             seq_len=rf"sequence length {_WHOLE}, ",
             tokens=rf", {_WHOLE} tokens per train step, ",
-            parameters=rf"size: {_N} total parameters",
+            parameters=rf"size: {_FACT} total parameters",
             # All degrees but ep, whose ranks are among the others.
             num_ranks=r"-D device mesh with \[.{1,80}\], \[([\d, ]{1,40})\]"
             r"|with parallelism: (pp=\d+, dp_replicate=\d+, dp_shard=\d+, cp=\d+, tp=\d+),",
@@ -176,10 +202,11 @@ FORMATS = (
         source="deepspeedai/DeepSpeed, deepspeed/runtime/pipe/engine.py, train_batch",
         marks=("iter time (s): ",),
         figures=_figures(
-            number=rf"\bsteps: {_WHOLE} loss:",
+            number=rf"steps: {_WHOLE} loss:",
             step_s=rf"iter time \(s\): {_N} samples/sec",
             loss=rf" loss: {_N} ",
         ),
+        last_digits={"step_s": 1e-3},
     ),
     LogFormat(
         trainer="DeepSpeed",
@@ -247,6 +274,9 @@ FORMATS = (
             memory_bytes=rf"rain memory/peak_reserved_mem: {_FIXED}",
         ),
         required=("number", "samples_per_s"),
+        last_digits=dict.fromkeys(
+            ("samples_per_s", "batches_per_s", "tokens_per_s", "tokens_per_s_gpu"), 1e-4
+        ),
         rate_mark="rain throughput/",
         remark="its rates are means over a window of batches (100, unless configured), which "
         "smear outliers",
@@ -271,10 +301,11 @@ FORMATS = (
             learning_rate=rf"'learning_rate': '?{_N}'?[,}}]",
         ),
         required=("number", "clock_s", "loss"),
+        not_steps=r"^[^'|]*[^\s'|]\s+\d{1,3}%\|",  # a bar with a name
         fact_marks=("Total train batch size", "Number of trainable parameters"),
         facts=_figures(
-            batch=rf"Total train batch size .{{1,80}} = {_N}$",
-            parameters=rf"Number of trainable parameters = {_N}$",
+            batch=rf"Total train batch size .{{1,80}} = {_FACT}$",
+            parameters=rf"Number of trainable parameters = {_FACT}$",
         ),
         resolution_s=1.0,
         remark="its clock goes on while it evaluates and saves",
@@ -297,6 +328,7 @@ FORMATS = (
             batch=rf':::MLLOG .*"key": "global_batch_size", "value": {_WHOLE}, ',
             seq_len=rf':::MLLOG .*"key": "max_sequence_length", "value": {_WHOLE}, ',
         ),
+        resolution_s=1e-3,
         remark="each line is a block of steps between two evaluations",
     ),
 )

@@ -1,10 +1,13 @@
 """The steady state of a training log: warm-up, median, outliers and trend of its steps.
 
 Warm-up: the first line, and as many as stats.steady_from leaves out (MSER) of costs that are
-limited to outliers' bounds. Outliers: further from the median than 5 standard deviations by the
-median absolute deviation, and than 2 %. The interval of the median and the test of the trend
-(Mann and Kendall; slope by Theil and Sen) count as many independent steps as an autoregression
-with the autocorrelation r of neighbours has: n (1 - r) / (1 + r).
+limited to outliers' bounds. Outliers: slower than the median by more than 5 standard deviations
+by the median absolute deviation, and by more than 2 %. Two speeds: a gap between times that is
+wider than these bounds of both sides, with a quarter of the lines on each. The interval of the
+median and the test of the trend (Mann and Kendall; slope by Theil and Sen) count as many
+independent steps as an autoregression with the autocorrelation r of neighbours has:
+n (1 - r) / (1 + r). Fewer than 6 have no interval: in more than 5 % of cases all of 5 lie on
+one side of the median.
 """
 
 import math
@@ -21,6 +24,8 @@ _DEVIATIONS = 5.0
 _LEAST_OUTLIER = 0.02
 _NORMAL_MAD = 1.4826  # standard deviation of a normal distribution over its MAD
 _MOST_AUTOCORRELATION = 0.99
+_FEWEST_INDEPENDENT = 6
+_LEAST_SHARE = 0.25  # of the lines, which have a speed of their own
 _MOST_POINTS = 400  # of the trend, whose pairs are compared
 _TREND_P = 0.01
 _LEAST_TREND = 0.002  # over all steady steps
@@ -31,9 +36,11 @@ class SteadyState:
     """Statistics of costs (TrainingLog.costs) after warm-up.
 
     num_warmup and outliers: lines of the log, from 0. low and high: the 95 % interval of the
-    median. outlier_share: of the time, beyond the median. trend: change of the cost over 1,000
-    steps, relative; None: none that is certain. is_steady: whether warm-up ends in the first
-    half of the log; else statistics are those of its second half.
+    median, at least as wide as figures are rounded; None: too few lines. rounding: unit of the
+    last digit, relative. speeds: lines and median cost of each of two speeds, between which
+    steps change. outlier_share: of the time, beyond the median. trend: change of the cost over
+    1,000 steps, relative; None: none that is certain. is_steady: whether warm-up ends in the
+    first half of the log; else statistics are those of its second half.
     """
 
     num_warmup: int
@@ -41,12 +48,25 @@ class SteadyState:
     num_steps: int
     median: float
     quartiles: tuple[float, float]
-    low: float
-    high: float
+    low: float | None
+    high: float | None
+    rounding: float = 0.0
+    speeds: tuple[tuple[int, float], ...] = ()
     outliers: tuple[int, ...] = ()
     outlier_share: float = 0.0
     trend: float | None = None
     is_steady: bool = True
+
+    @property
+    def doubt(self) -> str:
+        """Return why the median is not the time of a steady step; empty: it is."""
+        if self.num_warmup + self.num_lines < _FEWEST:
+            return f"it has fewer than {_FEWEST} lines of steps, so its warm-up is unknown"
+        if not self.is_steady:
+            return "its steps never become steady"
+        if self.speeds:
+            return "its steps have two speeds"
+        return ""
 
 
 def steady_state(log: TrainingLog) -> SteadyState:
@@ -64,8 +84,10 @@ def steady_state(log: TrainingLog) -> SteadyState:
     ordered = sorted(own)
     middle = quantile(ordered, 0.5)
     correlation = _autocorrelation(_limited(own))
-    low, high = _interval(ordered, correlation)
-    outliers = _outliers(own) if len(costs) >= _FEWEST else []
+    rounding = median(step.rounding for step in log.steps[num_warmup:])
+    low, high = _interval(ordered, correlation, rounding)
+    speeds = _speeds(ordered, rounding)
+    outliers = _outliers(own) if len(costs) >= _FEWEST and not speeds else []
     lost = math.fsum(max(0.0, own[place] - middle) * spans[place] for place in outliers)
     total = math.fsum(cost * span for cost, span in zip(own, spans, strict=True))
     numbers = [step.number for step in log.steps[num_warmup:]]
@@ -77,6 +99,8 @@ def steady_state(log: TrainingLog) -> SteadyState:
         quartiles=(quantile(ordered, 0.25), quantile(ordered, 0.75)),
         low=low,
         high=high,
+        rounding=rounding,
+        speeds=speeds,
         outliers=tuple(num_warmup + place for place in outliers),
         outlier_share=lost / total,
         trend=_trend(numbers, own) if len(own) >= _FEWEST else None,
@@ -99,7 +123,25 @@ def _limited(costs: Sequence[float]) -> list[float]:
 
 def _outliers(costs: Sequence[float]) -> list[int]:
     middle, bound = _bound(costs)
-    return [place for place, cost in enumerate(costs) if abs(cost - middle) > bound]
+    return [place for place, cost in enumerate(costs) if cost - middle > bound]
+
+
+def _speeds(ordered: Sequence[float], rounding: float) -> tuple[tuple[int, float], ...]:
+    """Return the lines and the median of each of two speeds; empty: there is one."""
+    fewest = math.ceil(_LEAST_SHARE * len(ordered))
+    if len(ordered) < _FEWEST:
+        return ()
+    place = max(
+        range(fewest, len(ordered) - fewest + 1),
+        key=lambda own: ordered[own] - ordered[own - 1],
+    )
+    groups = ordered[:place], ordered[place:]
+    gap = groups[1][0] - groups[0][-1]
+    # Readings of a coarse clock differ by its unit, and are no speeds.
+    is_wide = gap > 2 * rounding * groups[1][0]
+    if is_wide and all(gap > _bound(group)[1] for group in groups):
+        return tuple((len(group), median(group)) for group in groups)
+    return ()
 
 
 def _autocorrelation(costs: Sequence[float]) -> float:
@@ -112,11 +154,17 @@ def _autocorrelation(costs: Sequence[float]) -> float:
     return min(max(0.0, products / squares), _MOST_AUTOCORRELATION)
 
 
-def _interval(ordered: Sequence[float], correlation: float) -> tuple[float, float]:
+def _interval(
+    ordered: Sequence[float], correlation: float, rounding: float
+) -> tuple[float, float] | tuple[None, None]:
     """Return the 95 % interval of the median by order statistics."""
     num_independent = len(ordered) * (1 - correlation) / (1 + correlation)
+    if num_independent < _FEWEST_INDEPENDENT:
+        return None, None
     half = NormalDist().inv_cdf(0.975) / (2 * math.sqrt(num_independent))
-    return quantile(ordered, max(0.0, 0.5 - half)), quantile(ordered, min(1.0, 0.5 + half))
+    low, high = (quantile(ordered, min(max(0.0, 0.5 + way), 1.0)) for way in (-half, half))
+    middle = quantile(ordered, 0.5)
+    return min(low, middle * (1 - rounding / 2)), max(high, middle * (1 + rounding / 2))
 
 
 def _trend(numbers: Sequence[int], costs: Sequence[float]) -> float | None:

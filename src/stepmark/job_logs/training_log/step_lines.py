@@ -53,12 +53,20 @@ class LoggedStep:
     grad_norm: float | None = None
     learning_rate: float | None = None
     batch: float | None = None
+    num_skipped: float | None = None  # steps since the line before without an update
+    num_nan: float | None = None
+    rounding: float = 0.0  # of the time or rate: unit of its last digit, relative
 
     @property
     def is_timed(self) -> bool:
         """Whether a time, a rate or a clock is stated; a number alone shows a restart, too."""
         rates = (getattr(self, name) for name in _POSITIVE)
         return self.clock_s is not None or any(rate is not None for rate in rates)
+
+    @property
+    def is_nan(self) -> bool:
+        has_loss = self.loss is not None
+        return bool(self.num_nan) or (has_loss and not math.isfinite(self.loss or 0.0))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,10 +101,10 @@ class StepLines:
             self._read_facts(text, line)
         if not any(mark in text for mark in own.marks):
             return
-        if own.not_steps and compiled(own.not_steps).search(text):
+        _, tag, body = split_tag(text)
+        if own.not_steps and compiled(own.not_steps).search(body):
             self.num_other += 1
             return
-        _, tag, body = split_tag(text)
         if own.first is None:
             self._add(tag, body, line)
         elif compiled(own.first).search(body):
@@ -132,9 +140,10 @@ class StepLines:
         for name, (pattern, unit) in self.log_format.figures.items():
             if match := compiled(pattern).search(text):
                 figures[name] = number_of(match[match.lastindex or 0]) * unit
-                is_needed = self.log_format.first and name in self.log_format.required
+                is_needed = name in self.log_format.required
                 if is_needed and compiled(pattern).search(text, match.end()):
-                    return None  # the first line of the next step is lost
+                    # Of two steps: the end of one and the begin of the next are lost.
+                    return None
         is_untimed = self.log_format.rate_mark and self.log_format.rate_mark not in text
         required = ("number",) if is_untimed else self.log_format.required
         if not all(name in figures for name in required):

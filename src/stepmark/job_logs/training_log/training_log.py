@@ -1,6 +1,5 @@
 """A training log: the steps of its last start, with their times, and the facts of the job."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -8,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from stepmark.ground.errors import ConfigError
-from stepmark.job_logs.training_log.log_formats import BRIDGE
+from stepmark.job_logs.training_log.log_formats import BRIDGE, LogFormat
 from stepmark.job_logs.training_log.starts import (
     FEWEST_LINES,
     MOST_DIFFERENCE,
@@ -25,6 +24,12 @@ _NAMES = {
     "seq_len": "sequences of",
     "tokens": "tokens of a step:",
     "parameters": "parameters:",
+}
+_RATES = {
+    "samples_per_s": "throughput and the batch",
+    "tokens_per_s": "throughput and the tokens of a step",
+    "tokens_per_s_gpu": "throughput and the tokens of a step",
+    "batches_per_s": "steps per second",
 }
 SECONDS = "s"
 TOKENS = "tokens/s/GPU"
@@ -132,7 +137,7 @@ def _refusal(readers: Sequence[StepLines]) -> str:
     if any(own.num_torn for own in readers):
         return ": none of its lines of steps is whole"
     if any(own.num_other for own in readers):
-        return ": its lines state means since the start, or evaluations, and no step"
+        return ": its lines are means since the start, evaluations or other bars, and no step"
     return ", with steps"
 
 
@@ -155,7 +160,7 @@ def _log(path: Path, lines: StepLines) -> TrainingLog:
         raise ConfigError("file", path, "a log that states the time or the rate of its steps")
     time_from = "as printed"
     if "samples" in own.figures:
-        steps, pause_s = _of_blocks(path, steps, facts.batch)
+        steps, pause_s = _of_blocks(path, steps, facts.batch, own.resolution_s)
         time_from = "by the clock of its blocks"
     elif own.resolution_s:
         steps = _by_clock(path, steps, own.resolution_s)
@@ -163,8 +168,8 @@ def _log(path: Path, lines: StepLines) -> TrainingLog:
     else:
         steps = _spans(steps, is_mean=own.is_mean)
         if "step_s" not in own.figures:
-            time_from = "by its throughput and the batch"
-    steps = [_completed(step, facts) for step in steps]
+            time_from = f"by its {_RATES[_cost_name(steps[-1], facts)]}"
+    steps = [_completed(step, facts, own) for step in steps]
     return TrainingLog(
         file=str(path),
         trainer=own.trainer,
@@ -197,7 +202,7 @@ def _bad_losses(lines: StepLines, first: LoggedStep) -> tuple[LoggedStep, ...]:
         own.number: own
         for steps in lines.steps.values()
         for own in steps
-        if own.line >= first.line and own.loss is not None and not math.isfinite(own.loss)
+        if own.line >= first.line and own.is_nan
     }
     return tuple(sorted(bad.values(), key=lambda own: own.line))
 
@@ -229,7 +234,9 @@ def _by_clock(
         elapsed_s = point.clock_s - first.clock_s
         span = point.number - first.number
         if elapsed_s >= least_s and span:
-            steps.append(replace(point, span=span, step_s=elapsed_s / span))
+            # Both readings are cut to whole units.
+            own = replace(point, span=span, step_s=elapsed_s / span)
+            steps.append(replace(own, rounding=2 * resolution_s / elapsed_s))
             first = point
     if not steps:
         allowed = f"a log of at least {least_s:g} s of steps: its clock counts whole seconds"
@@ -238,7 +245,7 @@ def _by_clock(
 
 
 def _of_blocks(
-    path: Path, blocks: Sequence[LoggedStep], batch: int | None
+    path: Path, blocks: Sequence[LoggedStep], batch: int | None, resolution_s: float
 ) -> tuple[list[LoggedStep], float]:
     """Return the mean step of each block, and the time between blocks."""
     if not batch:
@@ -252,14 +259,15 @@ def _of_blocks(
         elapsed_s = own.clock_s - own.begin_s
         if span > 0 and elapsed_s > 0:
             number = own.number // batch
-            steps.append(replace(own, number=number, span=span, step_s=elapsed_s / span))
+            step = replace(own, number=number, span=span, step_s=elapsed_s / span)
+            steps.append(replace(step, rounding=resolution_s / elapsed_s))
     if not steps:
         raise ConfigError("file", path, "a log with blocks of samples that were trained on")
     pauses = ((b.begin_s or 0.0) - (a.clock_s or 0.0) for a, b in pairwise(steps))
     return steps, sum(max(0.0, pause_s) for pause_s in pauses)
 
 
-def _completed(step: LoggedStep, facts: LogFacts) -> LoggedStep:
+def _completed(step: LoggedStep, facts: LogFacts, log_format: LogFormat) -> LoggedStep:
     """Return the step with what follows from its figures and the facts without rounding."""
     figures = asdict(step)
     batch = step.batch or facts.batch
@@ -267,13 +275,19 @@ def _completed(step: LoggedStep, facts: LogFacts) -> LoggedStep:
     ranks = facts.num_ranks
     if figures["tokens_per_s"] is None and step.tokens_per_s_gpu and ranks:
         figures["tokens_per_s"] = step.tokens_per_s_gpu * ranks
+    name = _cost_name(step, facts)
+    rounding = step.rounding
+    if log_format.digits:
+        rounding = 10.0 ** (1 - log_format.digits)
+    elif unit := log_format.last_digits.get(name):
+        rounding = unit / getattr(step, name)
     if step.step_s is None:
         figures["step_s"] = _step_s(figures, batch, tokens)
     if figures["tokens_per_s"] is None and figures["step_s"] and tokens:
         figures["tokens_per_s"] = tokens / figures["step_s"]
     if step.tokens_per_s_gpu is None and figures["tokens_per_s"] and ranks:
         figures["tokens_per_s_gpu"] = figures["tokens_per_s"] / ranks
-    return LoggedStep(**figures)
+    return LoggedStep(**{**figures, "rounding": rounding})
 
 
 def tokens_of(facts: LogFacts, batch: float | None) -> int | None:
@@ -282,6 +296,23 @@ def tokens_of(facts: LogFacts, batch: float | None) -> int | None:
     if facts.tokens or not batch or not facts.seq_len:
         return facts.tokens
     return round(batch) * facts.seq_len
+
+
+def _cost_name(step: LoggedStep, facts: LogFacts) -> str:
+    """Return the figure of the line that its cost is of."""
+    if step.step_s is not None:
+        return "step_s"
+    has_batch = bool(step.batch or facts.batch)
+    has_tokens = tokens_of(facts, step.batch) is not None
+    if step.samples_per_s and has_batch:
+        return "samples_per_s"
+    if step.tokens_per_s and has_tokens:
+        return "tokens_per_s"
+    if step.tokens_per_s_gpu and has_tokens:
+        return "tokens_per_s_gpu"
+    if step.batches_per_s:
+        return "batches_per_s"
+    return "tokens_per_s_gpu" if step.tokens_per_s_gpu else "samples_per_s"
 
 
 def _step_s(

@@ -45,18 +45,24 @@ _NAMES = {
 
 def headline(log: TrainingLog, steady: SteadyState) -> str:
     """Return the answer: the time of a step or a rate, its noise, throughput and outliers."""
-    what = f"median of {plural(steady.num_lines, 'line')}"
+    what = "of one line" if steady.num_lines == 1 else f"median of {steady.num_lines} lines"
     if steady.num_steps != steady.num_lines:
         what += f", {steady.num_steps} steps,"
-    if steady.is_steady:
+    if steady.is_steady and steady.doubt and not steady.speeds:
+        what += ", warm-up unknown"
+    elif steady.is_steady:
         what += f" after {steady.num_warmup} of warm-up"
     else:
         what += " of the second half: it never becomes steady"
     what += ", not of the last start" if log.num_later else ""
-    low, high = (_cost_text(log, cost) for cost in steady.quartiles)
-    half = (steady.high - steady.low) / 2 / steady.median
+    low, high = (_cost_text(log, cost) for cost in _by_value(log, steady.quartiles))
     text = f"{_cost_text(log, steady.median)}{' a step' if log.unit == SECONDS else ''}"
-    text += f" ({what}; quartiles {low} to {high}, median +-{half:.2%})"
+    text += f" ({what}; quartiles {low} to {high}, {_interval(steady)})"
+    if steady.speeds:
+        groups = (
+            f"{lines} lines near {_cost_text(log, cost)}" for lines, cost in steady.speeds
+        )
+        text += f"; two speeds: {' and '.join(groups)}"
     rates = [rate for rate in _throughput(log, steady) if rate]
     text += f"; {', '.join(rates)}" if rates else ""
     if steady.outliers:
@@ -64,6 +70,18 @@ def headline(log: TrainingLog, steady: SteadyState) -> str:
         lines = "1 outlier costs" if count == 1 else f"{count} outliers cost"
         text += f"; {lines} {steady.outlier_share:.1%} of the time"
     return text
+
+
+def _interval(steady: SteadyState) -> str:
+    if steady.low is None or steady.high is None:
+        return "too few lines for an interval"
+    return f"median +-{(steady.high - steady.low) / 2 / steady.median:.2%}"
+
+
+def _by_value(log: TrainingLog, costs: tuple[float, float]) -> tuple[float, float]:
+    """Return two costs so that the lower time, or rate, is the first."""
+    low, high = costs
+    return costs if log.unit == SECONDS else (high, low)
 
 
 def _cost_text(log: TrainingLog, cost: float) -> str:
@@ -102,9 +120,8 @@ def _facts(log: TrainingLog, steady: SteadyState) -> Iterator[str]:
     words += [f"{facts.parameters / 1e9:.4g} B parameters"] if facts.parameters else []
     words += [f"{format_bytes(facts.memory_bytes)} reserved"] if facts.memory_bytes else []
     yield f"{'training':<{LEAD}}{', '.join(words)}"
-    times = [f"times {log.time_from}"]
-    span = max(own.span for own in log.steps)
-    times += [f"each line the mean of {span} steps"] if span > 1 else []
+    times = [f"times {log.time_from}" if log.unit == SECONDS else "rates as printed"]
+    times += [span] if (span := span_text(log)) else []
     times += [f"figures of {log.digits} significant digits"] if log.digits else []
     times += [log.remark] if log.remark else []
     times.append("another launch may differ by more than these steps do")
@@ -116,6 +133,15 @@ def _facts(log: TrainingLog, steady: SteadyState) -> Iterator[str]:
     if steady.trend is not None:
         change = "longer" if steady.trend > 0 else "shorter"
         yield f"{'trend':<{LEAD}}steps get {abs(steady.trend):.2%} {change} every 1,000 steps"
+
+
+def span_text(log: TrainingLog) -> str:
+    """Return of how many steps each line is the mean; empty: each is a step."""
+    spans = [own.span for own in log.steps]
+    low, high = min(spans[1:], default=spans[0]), max(spans)
+    if high == 1:
+        return ""
+    return f"each line the mean of {high if low == high else f'{low} to {high}'} steps"
 
 
 def _unknown(log: TrainingLog) -> str:
@@ -219,16 +245,20 @@ def summary_row(log: TrainingLog, steady: SteadyState) -> Row:
     def value(cost: float) -> float:
         return cost if log.unit == SECONDS else 1 / cost
 
+    quartiles = _by_value(log, steady.quartiles)
+    ends = None
+    if steady.low is not None and steady.high is not None:
+        ends = _by_value(log, (steady.low, steady.high))
     return {
         "file": log.file,
         "trainer": log.trainer,
         **asdict(log.facts),
         "unit": log.unit,
         "median": value(steady.median),
-        "quartile_1": value(steady.quartiles[0]),
-        "quartile_3": value(steady.quartiles[1]),
-        "low": value(steady.low),
-        "high": value(steady.high),
+        "quartile_1": value(quartiles[0]),
+        "quartile_3": value(quartiles[1]),
+        "low": None if ends is None else value(ends[0]),
+        "high": None if ends is None else value(ends[1]),
         "warmup_lines": steady.num_warmup,
         "lines": steady.num_lines,
         "steps": steady.num_steps,
@@ -237,7 +267,7 @@ def summary_row(log: TrainingLog, steady: SteadyState) -> Row:
         "outlier_share_pct": 100 * steady.outlier_share,
         "trend_pct_per_1000_steps": None if steady.trend is None else 100 * steady.trend,
         "pause_s": log.pause_s or None,
-        "time_from": log.time_from,
+        "time_from": log.time_from if log.unit == SECONDS else None,
     }
 
 
@@ -265,10 +295,21 @@ def findings(log: TrainingLog) -> Iterator[Finding]:
         yield Finding(
             rule="loss-nan",
             severity=Severity.PROBLEM if is_last else Severity.WARNING,
-            text=f"The loss is nan in {len(bad)} lines, from step {bad[0].number} on, {end}.",
+            text=f"The loss is nan in {plural(len(bad), 'line')}, from step "
+            f"{bad[0].number} on, {end}.",
             evidence=(_evidence(log, bad[0]),),
             count=len(bad),
             action="Look at the steps before: learning rate, gradient norm, loss scale, data.",
+        )
+    if skipped := [own for own in log.steps if own.num_skipped]:
+        yield Finding(
+            rule="steps-skipped",
+            severity=Severity.WARNING,
+            text=f"{sum(int(own.num_skipped or 0) for own in skipped)} steps in "
+            f"{plural(len(skipped), 'line')} run no update of the optimizer, from step "
+            f"{skipped[0].number} on: these steps are shorter than others.",
+            evidence=(_evidence(log, skipped[0]),),
+            count=len(skipped),
         )
     if log.num_torn:
         count = (
