@@ -120,9 +120,7 @@ class StepLines:
                 figures[name] = number_of(match[match.lastindex or 0]) * unit
                 is_needed = name in self.log_format.required
                 if is_needed and compiled(pattern).search(text, match.end()):
-                    return (
-                        None  # of two steps: the end of one and the begin of the next are lost
-                    )
+                    return None  # the end of one step and the begin of the next are lost
         if not all(name in figures for name in self.log_format.required):
             return None
         if not all(0 < figures[name] < math.inf for name in _POSITIVE if name in figures):
