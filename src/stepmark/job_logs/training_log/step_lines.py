@@ -142,8 +142,7 @@ class StepLines:
                 figures[name] = number_of(match[match.lastindex or 0]) * unit
                 is_needed = name in self.log_format.required
                 if is_needed and compiled(pattern).search(text, match.end()):
-                    # Of two steps: the end of one and the begin of the next are lost.
-                    return None
+                    return None  # the end of one step and the begin of the next are lost
         is_untimed = self.log_format.rate_mark and self.log_format.rate_mark not in text
         required = ("number",) if is_untimed else self.log_format.required
         if not all(name in figures for name in required):
