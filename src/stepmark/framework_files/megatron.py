@@ -35,6 +35,8 @@ _VOCABULARIES = {
     "Llama2Tokenizer": "32000",
     "Llama3Tokenizer": "128256",
 }
+# Tokenizers that have --vocab-size.
+_SIZED = ("NullTokenizer", "NullMultimodalTokenizer", "TikTokenizer")
 _ROTARY = ("rope", "yarn", "mrope", "none")
 
 _MODEL = {
@@ -55,7 +57,6 @@ _MODEL = {
     "qk-layernorm": Entry(option="qk_norm", values=ON, default=FALSE),
     "untie-embeddings-and-output-weights": Entry(option="untied", values=ON, default=FALSE),
     **same("vocab-size", "make-vocab-size-divisible-by"),
-    "padded-vocab-size": Entry(option="vocab_size"),
     "num-experts": Entry(option="num_experts"),
     "moe-router-topk": Entry(option="top_k"),
     "moe-ffn-hidden-size": Entry(option="moe_ffn_hidden_size"),
@@ -194,7 +195,7 @@ _WITHOUT_EFFECT = {
         flight-recorder-include-stack-trace flight-recorder-trace-buffer-size
         gpu-sniff-test-interval indexer-log-interval log-device-memory-used log-energy
         log-interval log-max-attention-logit log-memory-interval log-memory-to-tensorboard
-        log-num-zeros-in-grad log-params-norm log-progress log-straggler log-throughput
+        log-progress log-straggler log-throughput
         log-timers-to-tensorboard log-validation-ppl-to-tensorboard
         log-world-size-to-tensorboard log-learning-rate-to-tensorboard
         log-batch-size-to-tensorboard logging-level memory-snapshot-path
@@ -208,7 +209,7 @@ _WITHOUT_EFFECT = {
         profile-ranks profile-step-end profile-step-start pytorch-profiler-collect-callstack
         pytorch-profiler-collect-chakra pytorch-profiler-collect-shapes
         record-memory-history record-shapes run-workload-inspector-server tensorboard-dir
-        tensorboard-log-interval tensorboard-queue-size timing-log-level timing-log-option
+        tensorboard-log-interval tensorboard-queue-size timing-log-option
         use-pytorch-profiler wandb-entity wandb-exp-name wandb-project wandb-save-dir
         """,
     ),
@@ -216,7 +217,7 @@ _WITHOUT_EFFECT = {
         "failures and restarts",
         """
         adlr-autoresume adlr-autoresume-interval calc-ft-timeouts check-for-large-grads
-        check-for-spiky-loss check-weight-hash-across-dp-replicas-interval
+        check-for-spiky-loss
         disable-straggler-on-startup distributed-timeout-minutes
         distributed-timeout-seconds-after-init enable-ft-package error-injection-rate
         error-injection-type exit-duration-in-mins exit-interval exit-signal
@@ -480,6 +481,17 @@ _UNMODELLED = {
         "dataloader-inter-document-masking reset-attention-mask reset-position-ids",
     ),
     **unmodelled("layers with MLA or experts have no biases", "add-bias-linear"),
+    **unmodelled("compressed queries, keys and values are normed", "no-qk-layernorm-of-mla"),
+    **unmodelled("products of experts are grouped", "no-moe-grouped-gemm"),
+    **unmodelled(
+        "the vocabulary is --vocab-size, which Megatron-LM replaces by the tokenizer's",
+        "vocab-size-with-tokenizer",
+    ),
+    **unmodelled(
+        "nothing is computed for logs or checks",
+        "log-num-zeros-in-grad log-params-norm check-weight-hash-across-dp-replicas-interval",
+    ),
+    "timing-log-level": Entry(unmodelled="no barriers are timed", off=("1",)),
     **unmodelled("it has its usual memory", "use-precision-aware-optimizer"),
     **unmodelled("ranks are in the order tp, cp, dp, pp", "use-tp-pp-dp-mapping"),
     **unmodelled("the router balances without iterations", "sinkhorn"),
@@ -549,6 +561,9 @@ _REFUSED = {
         "exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype",
         "fp32",
     ),
+    "vocab-size-of-another-tokenizer": Entry(
+        refused="left out, or the size of the vocabulary of --tokenizer-type"
+    ),
     "optimizer": Entry(refused="adam: others are not modelled", off=("adam",)),
     "distributed-backend": Entry(refused="nccl", off=("nccl",)),
     "transformer-impl": Entry(
@@ -568,7 +583,7 @@ _JOINED = (
         _VPP,
         "recompute-activations",
     ),
-    "use-rotary-position-embeddings",
+    *("use-rotary-position-embeddings", "padded-vocab-size"),
 )
 
 
@@ -645,7 +660,7 @@ def _prepare(keys: Keys) -> Keys:
             keys["world-size"] = str(int(nproc) * int(count))
     keys.pop("nnodes", None)
     if keys.pop("recompute-activations", ""):
-        keys.setdefault("recompute-granularity", "selective")
+        keys["recompute-granularity"] = "selective"
     if keys.pop("checkpoint-activations", ""):  # of earlier versions
         keys.setdefault("recompute-granularity", "full")
     if "recompute-modules" in keys:
@@ -697,20 +712,40 @@ def _prepare_model(keys: Keys) -> None:
     if "moe-layer-freq" in keys:
         keys["moe-layer-freq"] = _dense_layers(keys["moe-layer-freq"])
     if "num-experts" in keys:
+        if "moe-grouped-gemm" not in keys:
+            keys["no-moe-grouped-gemm"] = "true"
         keys.setdefault("moe-router-topk", "2")
         keys.setdefault("moe-token-dispatcher-type", "allgather")
     else:
         keys.pop("moe-router-topk", None)
-    vocabulary = _VOCABULARIES.get(keys.get("tokenizer-type", "GPT2BPETokenizer"))
-    if vocabulary and "padded-vocab-size" not in keys:
-        keys.setdefault("vocab-size", vocabulary)
+    _prepare_vocabulary(keys)
+
+
+def _prepare_vocabulary(keys: Keys) -> None:
+    """Set the size of the vocabulary, which the tokenizer has unless it is a stand-in."""
+    if padded := keys.pop("padded-vocab-size", ""):
+        keys["vocab-size"] = padded
+        keys["make-vocab-size-divisible-by"] = "1"
+        return
+    # GPT-2's alone has a file of merges, and is what pretrain_gpt.py has without a type.
+    default = "GPT2BPETokenizer" if "merge-file" in keys else ""
+    tokenizer = keys.get("tokenizer-type", default)
+    size = keys.get("vocab-size", "")
+    if vocabulary := _VOCABULARIES.get(tokenizer):
+        if size not in ("", vocabulary):
+            keys["vocab-size-of-another-tokenizer"] = size
+        keys["vocab-size"] = vocabulary
+    elif size and tokenizer not in ("", *_SIZED):
+        keys["vocab-size-with-tokenizer"] = size
 
 
 def _prepare_attention(keys: Keys, *, is_mla: bool) -> None:
     if not keys.pop("group-query-attention", "") or is_mla:
         keys.pop("num-query-groups", None)
     if is_mla:
-        keys.pop("qk-layernorm", None)  # of the compressed widths, which a step has anyway
+        # Of the compressed widths, which a step of ours has anyway.
+        if not keys.pop("qk-layernorm", ""):
+            keys["no-qk-layernorm-of-mla"] = "true"
         keys.pop("kv-channels", None)
     for name, default in zip(_MLA, _MLA_DEFAULTS, strict=True):
         if is_mla:
@@ -732,13 +767,20 @@ def _complete(keys: Keys) -> Keys:
     if dtype != "fp32":
         keys[dtype] = "true"
     if any(name in keys for name in _MLA):
-        keys["multi-latent-attention"] = "true"
+        keys["multi-latent-attention"] = keys["qk-layernorm"] = "true"
         if keys.get("q-lora-rank") == "0":
             del keys["q-lora-rank"]
     elif "num-query-groups" in keys:
         keys["group-query-attention"] = "true"
     if "num-experts" in keys:
         keys.setdefault("moe-token-dispatcher-type", "alltoall")
+        keys["moe-grouped-gemm"] = "true"
+    if "moe-router-enable-expert-bias" in keys:
+        keys["moe-router-score-function"] = "sigmoid"
+    if "vocab-size" in keys:
+        keys["tokenizer-type"] = "NullTokenizer"
+    if keys.get("attention-backend") not in ("local", "unfused"):
+        keys.setdefault("attention-dropout", "0")
     if "recompute-modules" in keys:
         keys["recompute-modules"] = keys["recompute-modules"].replace(",", " ")
     if keys.get("max-position-embeddings") == "0":
