@@ -216,7 +216,9 @@ def _of_trainer(keys: Keys) -> Keys:
 def _of_precision(keys: Keys) -> Keys:
     own = [keys.get(f"mixed_precision.{dtype}") for dtype in ("bf16", "fp16", "fp32")]
     default = "32" if any(own) else "bf16_mixed"  # the section says its type itself
-    precision = keys.pop("trainer.precision", "") or keys.pop("mixed_precision", default)
+    of_model = keys.pop("model.precision", "")  # the trainer's, by reference
+    precision = keys.pop("trainer.precision", "") or keys.pop("mixed_precision", "")
+    precision = precision or ("" if "$" in of_model else of_model) or default
     keys.pop("mixed_precision.fp32", None)
     words = _of_recipe(precision.replace("-", "_"))
     if keys.get("model.megatron_amp_O2") == "false" and "precision" not in words:
@@ -312,9 +314,8 @@ def _in_words_of_megatron(name: str, value: str) -> Keys:
         return {name: value}
     if own in ("_target_", "activation_func", "activation"):
         word = _ACTIVATIONS.get(value.rpartition(".")[2], "")
-        if not word:
-            return {"target" if own == "_target_" else "activation-func": value}
-        return {word: "true"}
+        other = "target" if own == "_target_" else "activation-func"
+        return {word: "true"} if word else {other: value}
     if own in _NEGATED:
         return {_NEGATED[own]: "true"} if value == "false" else {}
     if own == "normalization":

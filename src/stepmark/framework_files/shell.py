@@ -146,7 +146,7 @@ def _check_certain(words: list[str], where: str) -> None:
                 "a value that the script gives by assignments outside of loops, cases and "
                 "functions: put the arguments themselves in a file"
             )
-            raise ConfigError(f"{where}: {name}", "used for the training", allowed)
+            raise ConfigError(f"{where}: {name}", "uncertain", allowed)
 
 
 def _run(words: list[str], values: Values) -> list[str]:

@@ -21,6 +21,7 @@ from stepmark.workloads.workload_options import GenerateOptions
 
 ARCHITECTURE = frozenset(NAMES)
 _PRECISION = ("fp8_format", "fp8_recipe", "fp4_format", "fp4_recipe", "fp8_param_gather")
+_PRECISION += ("fp8_all_gather",)
 
 
 def read(path: str) -> Translation:
@@ -57,7 +58,7 @@ def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
     if options.model or options.model_size or "num_layers" not in values:
         values = {name: text for name, text in values.items() if name not in ARCHITECTURE}
         defaults = {name: text for name, text in defaults.items() if name not in ARCHITECTURE}
-    if options.precision:
+    if options.precision and str(options.precision) != values.get("precision"):
         values = {name: text for name, text in values.items() if name not in _PRECISION}
     accumulated = values.pop("grad_accum", "")
     texts = {
