@@ -20,8 +20,10 @@ from stepmark.workloads.rules import RULES, find_rule
 from stepmark.workloads.workload_options import GenerateOptions
 
 ARCHITECTURE = frozenset(NAMES)
-_PRECISION = ("fp8_format", "fp8_recipe", "fp4_format", "fp4_recipe", "fp8_param_gather")
-_PRECISION += ("fp8_all_gather",)
+_PRECISION = (
+    *("fp8_format", "fp8_recipe", "fp4_format", "fp4_recipe"),
+    *("fp8_param_gather", "fp8_all_gather"),
+)
 
 
 def read(path: str) -> Translation:
