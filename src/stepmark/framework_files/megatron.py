@@ -5,10 +5,11 @@ become arguments, at d98e8a64ddf3 (22 August 2026); validation/megatron_argument
 each is here.
 """
 
-import ast
 import re
 import shlex
 
+from stepmark.framework_files import vocabulary
+from stepmark.framework_files.layer_frequency import dense_layers
 from stepmark.framework_files.table import (
     FALSE,
     OFF,
@@ -27,16 +28,7 @@ from stepmark.ground.errors import ConfigError
 
 _MLA = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 _MLA_DEFAULTS = ("0", "32", "128", "64", "128")
-_MOST_LAYERS = 100_000
 _PER_NODE = 8
-# Sizes of vocabularies that a type of tokenizer fixes.
-_VOCABULARIES = {
-    "GPT2BPETokenizer": "50257",
-    "Llama2Tokenizer": "32000",
-    "Llama3Tokenizer": "128256",
-}
-# Tokenizers that have --vocab-size.
-_SIZED = ("NullTokenizer", "NullMultimodalTokenizer", "TikTokenizer")
 _ROTARY = ("rope", "yarn", "mrope", "none")
 
 _MODEL = {
@@ -616,7 +608,7 @@ def typed_option(name: str, value: str) -> tuple[str, str]:
         return _TYPED[name]
     entry = TABLE.entries.get(name, Entry())
     if entry.option:
-        text = _dense_layers(value) if name == "moe-layer-freq" else value
+        text = dense_layers(value) if name == "moe-layer-freq" else value
         return entry.option, TABLE.value_of(name, text)
     if name in _JOINED:
         allowed = _INSTEAD.get(name, "in a file with the model's other arguments (--config)")
@@ -710,7 +702,7 @@ def _prepare_model(keys: Keys) -> None:
     if keys.get("quick-geglu"):
         keys["swiglu"] = "true"
     if "moe-layer-freq" in keys:
-        keys["moe-layer-freq"] = _dense_layers(keys["moe-layer-freq"])
+        keys["moe-layer-freq"] = dense_layers(keys["moe-layer-freq"])
     if "num-experts" in keys:
         if "moe-grouped-gemm" not in keys:
             keys["no-moe-grouped-gemm"] = "true"
@@ -718,25 +710,7 @@ def _prepare_model(keys: Keys) -> None:
         keys.setdefault("moe-token-dispatcher-type", "allgather")
     else:
         keys.pop("moe-router-topk", None)
-    _prepare_vocabulary(keys)
-
-
-def _prepare_vocabulary(keys: Keys) -> None:
-    """Set the size of the vocabulary, which the tokenizer has unless it is a stand-in."""
-    if padded := keys.pop("padded-vocab-size", ""):
-        keys["vocab-size"] = padded
-        keys["make-vocab-size-divisible-by"] = "1"
-        return
-    # GPT-2's alone has a file of merges, and is what pretrain_gpt.py has without a type.
-    default = "GPT2BPETokenizer" if "merge-file" in keys else ""
-    tokenizer = keys.get("tokenizer-type", default)
-    size = keys.get("vocab-size", "")
-    if vocabulary := _VOCABULARIES.get(tokenizer):
-        if size not in ("", vocabulary):
-            keys["vocab-size-of-another-tokenizer"] = size
-        keys["vocab-size"] = vocabulary
-    elif size and tokenizer not in ("", *_SIZED):
-        keys["vocab-size-with-tokenizer"] = size
+    vocabulary.prepare(keys)
 
 
 def _prepare_attention(keys: Keys, *, is_mla: bool) -> None:
@@ -802,40 +776,6 @@ def script(keys: Keys) -> str:
     launch = f"torchrun --nproc_per_node {per_node} --nnodes {world_size // per_node}"
     lines += [")", f'{launch} pretrain_gpt.py "${{ARGS[@]}}"']
     return "\n".join(lines) + "\n"
-
-
-def _dense_layers(text: str) -> str:
-    """Return the leading layers without experts of a frequency. Raises ConfigError."""
-    try:
-        value = _pattern(ast.parse(text.strip()[:1000], mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        value = None
-    if value == 1:
-        return "0"
-    if isinstance(value, list):
-        dense = value.index(1) if 1 in value else len(value)
-        if all(each == 1 for each in value[dense:]) and not any(value[:dense]):
-            return str(dense)
-    raise ConfigError(
-        "moe-layer-freq", text, "1, or a list such as ([0]*3+[1]*58): dense layers come first"
-    )
-
-
-def _pattern(node: ast.expr) -> int | list[int]:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        items = [_pattern(item) for item in node.elts]
-        return [item for item in items if isinstance(item, int)]
-    if isinstance(node, ast.BinOp):
-        left, right = _pattern(node.left), _pattern(node.right)
-        is_sum = isinstance(node.op, ast.Add)
-        if is_sum and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        is_repeat = isinstance(node.op, ast.Mult)
-        if is_repeat and isinstance(left, list) and isinstance(right, int):
-            return left * min(right, _MOST_LAYERS // max(1, len(left)))
-    raise ValueError(ast.dump(node))
 
 
 TABLE = Table(
