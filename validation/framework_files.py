@@ -6,7 +6,8 @@
 CLONES has a git repository per owner+name (bare, with its history for torchtitan). The files
 are kept as their keys and values, with their source, in validation/data/framework-files.jsonl.
 A file is accepted if it generates a workload, with --model where it names none, --vocab-size
-where it leaves that to a tokenizer, and a number of ranks that its batch divides by.
+where it leaves that to a tokenizer, --dtype where it leaves that to a trainer, and a number of
+ranks that its batch divides by.
 """
 
 import json
@@ -37,6 +38,8 @@ _TRAINERS = (
     *("hiyouga/LLaMA-Factory", "axolotl-ai-cloud/axolotl", "huggingface/trl"),
     *("deepspeedai/DeepSpeedExamples", "huggingface/accelerate"),
 )
+# What flags give where a file leaves it to a trainer.
+_ANSWERS: dict[str, Any] = {"dtype": "bf16", "mbs": 1}
 _TITAN = "pytorch/torchtitan"
 # torchtitan's layouts of four dates; the last one is the last with TOML.
 _COMMITS = (
@@ -182,6 +185,7 @@ def refusal(row: dict[str, str], folder: Path) -> ConfigError | None:
         options["model"] = "llama-3.1-8b"
     elif "num_layers" in file.options and "vocab_size" not in file.options:
         options["vocab_size"] = 32000
+    options |= {name: _ANSWERS[name] for name in file.asked}
     unit = 1
     for name in ("tp", "pp", "cp"):
         unit *= int(file.options.get(name, "1"))

@@ -25,6 +25,7 @@ ACCELERATE = """
 compute_environment: LOCAL_MACHINE
 distributed_type: {kind}
 mixed_precision: bf16
+num_machines: 2
 num_processes: 8
 """
 
@@ -70,7 +71,7 @@ def test_the_batches_of_a_file_give_its_ranks(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_deepspeed(tmp_path: Path) -> None:
-    file = read({"train_batch_size": 8}, tmp_path)
+    file = read({"train_batch_size": 8, "elasticity": {"enabled": False}}, tmp_path)
     assert file.defaults["stage"] == "0"
     assert file.options["dtype"] == "fp32"
 
@@ -81,8 +82,58 @@ def test_auto_is_left_to_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("batches", "world_size", "expected"),
+    [
+        ({"train_batch_size": 256}, 16, (16, 1)),
+        ({"train_batch_size": 256, "gradient_accumulation_steps": 4}, 16, (4, 4)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, 8, (2, 4)),
+    ],
+)
+def test_batches_are_divided_as_deepspeed_does(
+    batches: dict[str, int], world_size: int, expected: tuple[int, int], tmp_path: Path
+) -> None:
+    made = job({"bf16": {"enabled": True}} | batches, tmp_path, world_size=world_size)
+    micro, accumulated = expected
+    assert made.num_microbatches == accumulated
+    assert made.num_sequences == micro * accumulated * world_size
+
+
+def test_batches_of_other_ranks_are_refused(tmp_path: Path) -> None:
+    content = ZERO3 | {"train_batch_size": 128}
+    with pytest.raises(ConfigError, match="train_batch_size 128 is invalid"):
+        job(content, tmp_path, world_size=8)
+
+
+def test_a_type_that_is_open_is_asked_for(tmp_path: Path) -> None:
+    content = ZERO3 | {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+    with pytest.raises(
+        ConfigError, match="dtype auto is invalid: it must be left to a trainer"
+    ):
+        job(content, tmp_path, world_size=8)
+    made = job(content, tmp_path, world_size=8, dtype="bf16")
+    assert made.blocks == job(ZERO3 | {"gradient_clipping": 0}, tmp_path, world_size=8).blocks
+    notes = read(content, tmp_path).notes
+    assert any("derives it (auto)" in note and "gradient_clipping" in note for note in notes)
+
+
+def test_a_file_without_a_batch_asks_for_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give --mbs"):
+        job({"bf16": {"enabled": True}}, tmp_path, world_size=8)
+
+
+def test_unpinned_memory_is_noted(tmp_path: Path) -> None:
+    content = ZERO3 | {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    }
+    assert any("offload_optimizer.pin_memory" in note for note in read(content, tmp_path).notes)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"fp16": {"enabled": True}}, "dtype 'bf16 and fp16' is invalid"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning true is invalid"),
+        ({"elasticity": {"enabled": True, "a": 1}}, "elasticity true is invalid"),
         ({"zero_optimization": {"stagee": 3}}, "did you mean zero_optimization.stage?"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "hpz_partition"),
         ({"tensor_parallel": {"autotp_size": 4}}, "autotp_size 4 is invalid"),
@@ -115,6 +166,8 @@ def test_a_file_without_a_model_needs_one(tmp_path: Path) -> None:
         ("fsdp_sharding_strategy: SHARD_GRAD_OP", {"reshard_after_forward": "no"}),
         ("fsdp_reshard_after_forward: true", {"reshard_after_forward": "yes"}),
         ("fsdp_activation_checkpointing: true", {"recompute": "full"}),
+        ("fsdp_sharding_strategy: HYBRID_SHARD", {"dp_replicate": "2"}),
+        ("fsdp_sharding_strategy: 5", {"dp_replicate": "2", "reshard_after_forward": "no"}),
     ],
 )
 def test_accelerate_with_fsdp(config: str, options: dict[str, str], tmp_path: Path) -> None:
@@ -133,3 +186,36 @@ def test_accelerate_with_deepspeed_and_its_file(tmp_path: Path) -> None:
         read(named, tmp_path)
     (tmp_path / "zero.json").write_text(json.dumps(ZERO3))
     assert read(named, tmp_path).options["reduce_bucket_size"] == "100000000"
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines", "message"),
+    [
+        ("MULTI_CPU", "", "distributed_type MULTI_CPU is invalid"),
+        ("MEGATRON_LM", "", "distributed_type MEGATRON_LM is invalid"),
+        ("FSDP", "use_cpu: true", "use_cpu true is invalid"),
+        ("FSDP", "fsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP", "policy NO_WRAP is invalid"),
+        ("FSDP", "fsdp_config:\n  fsdp_sharding_strategy: 7", "strategy 7 is invalid"),
+        ("DEEPSPEED", "", "mixed_precision fp8 is invalid"),
+    ],
+)
+def test_what_accelerate_is_refused_is_named(
+    kind: str, lines: str, message: str, tmp_path: Path
+) -> None:
+    text = ACCELERATE.format(kind=kind) + lines
+    if kind == "DEEPSPEED":
+        text = text.replace("mixed_precision: bf16", "mixed_precision: fp8")
+    with pytest.raises(ConfigError, match=message):
+        read(text, tmp_path)
+
+
+def test_more_of_accelerate(tmp_path: Path) -> None:
+    text = ACCELERATE.format(kind="FSDP") + "gradient_accumulation_steps: 2\n"
+    text += "dynamo_config:\n  dynamo_backend: INDUCTOR\n"
+    file = read(text.replace("bf16", "fp16"), tmp_path)
+    assert file.framework == "pytorch"
+    assert (file.options["param_dtype"], file.options["reduce_dtype"]) == ("fp16", "fp16")
+    regional = read(text + "  dynamo_use_regional_compilation: true\n", tmp_path)
+    assert regional.options["compile"] == "layers"
+    deepspeed = read(text.replace("FSDP", "DEEPSPEED"), tmp_path)
+    assert any("dynamo_backend" in note and "not modelled" in note for note in deepspeed.notes)

@@ -10,6 +10,7 @@ from stepmark.framework_files.table import Translation
 from stepmark.ground.errors import ConfigError
 from stepmark.step.workload import Workload
 from stepmark.workloads import workload_flags
+from stepmark.workloads.formats import FORMATS
 from stepmark.workloads.workload import generate
 
 ARGUMENTS = Path(__file__).parents[2] / "validation" / "data" / "megatron_arguments.txt"
@@ -132,7 +133,16 @@ def test_yaml_of_functional_tests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "option", "value"),
     [
-        ("", "vocab_size", "50257"),  # GPT2BPETokenizer, the default of pretrain_gpt.py
+        ("", "vocab_size", None),  # asked for
+        ("--merge-file m", "vocab_size", "50257"),  # of GPT2BPETokenizer alone
+        ("--tokenizer-type Llama2Tokenizer", "vocab_size", "32000"),
+        ("--padded-vocab-size 1000", "make_vocab_size_divisible_by", "1"),
+        ("--padded-vocab-size 1000", "vocab_size", "1000"),
+        (
+            "--recompute-granularity full --recompute-activations",
+            "recompute_granularity",
+            "selective",
+        ),
         ("", "max_positions", "64"),
         ("--position-embedding-type rope", "max_positions", "0"),
         ("--num-query-groups 2", "num_kv_heads", None),  # only with --group-query-attention
@@ -174,6 +184,10 @@ def test_defaults_are_those_of_megatron(tmp_path: Path) -> None:
     [
         ("--num-layerz 4", "num-layerz 4 is invalid: did you mean num-layers?"),
         ("--mtp-num-layers 1", "mtp-num-layers 1 is invalid: it must be left out"),
+        (
+            "--tokenizer-type GPT2BPETokenizer --vocab-size 1000",
+            "vocab-size-of-another-tokenizer 1000 is invalid",
+        ),
         ("--optimizer muon", "optimizer muon is invalid: it must be adam"),
         ("--use-megatron-fsdp", "use-megatron-fsdp"),
         ("--num-experts 8 --moe-layer-freq ([1]*1+[0]*3)", "moe-layer-freq"),
@@ -189,7 +203,7 @@ def test_what_is_refused_is_named(words: str, message: str, tmp_path: Path) -> N
 
 def test_an_error_names_the_key_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.sh: global-batch-size 8 is invalid"):
-        job(GPT, tmp_path, world_size=64)
+        job(GPT + "--vocab-size 512", tmp_path, world_size=64)
 
 
 def test_an_unknown_vocabulary_is_asked_for(tmp_path: Path) -> None:
@@ -199,6 +213,48 @@ def test_an_unknown_vocabulary_is_asked_for(tmp_path: Path) -> None:
     made = job(text, tmp_path, vocab_size=1000)
     assert made.model is not None
     assert made.model.vocab_size == 1024  # padded
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("--num-experts 8", "no-moe-grouped-gemm"),
+        ("--multi-latent-attention", "no-qk-layernorm-of-mla"),
+        ("--log-num-zeros-in-grad", "log-num-zeros-in-grad"),
+        ("--timing-log-level 2", "timing-log-level"),
+        ("--tokenizer-type HuggingFaceTokenizer --vocab-size 9", "vocab-size-with-tokenizer"),
+    ],
+)
+def test_what_a_step_lacks_is_noted(words: str, key: str, tmp_path: Path) -> None:
+    notes = read(GPT + words, tmp_path).notes
+    assert any(note.startswith("not modelled") and key in note for note in notes)
+
+
+def test_a_padded_vocabulary_is_not_padded(tmp_path: Path) -> None:
+    made = job(GPT + "--padded-vocab-size 1000", tmp_path)
+    assert made.model is not None
+    assert made.model.vocab_size == 1000
+
+
+def test_written_scripts_have_what_megatron_needs(tmp_path: Path) -> None:
+    made = generate(
+        workload_flags.options_class("megatron", has_ignored=False)(
+            framework="megatron",
+            model="deepseek-v3",
+            world_size=64,
+            ep=64,
+            gbs=64,
+        )
+    )
+    script = "".join(FORMATS["megatron-args"].load().write(made))
+    for argument in (
+        "--tokenizer-type NullTokenizer",
+        "--qk-layernorm",
+        "--moe-grouped-gemm",
+        "--moe-router-score-function sigmoid",
+        "--attention-dropout 0",
+    ):
+        assert f"    {argument}\n" in script
 
 
 def test_another_framework_is_refused(tmp_path: Path) -> None:

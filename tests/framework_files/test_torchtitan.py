@@ -112,6 +112,20 @@ def test_the_older_layout_is_the_same_job(tmp_path: Path) -> None:
             {"reshard_after_forward": "no"},
         ),
         ("[training]\nmax_norm = 0", {"clip": "False"}),
+        ("[parallelism]", {"pp": None}),
+        (
+            "[training]\nbatch_size = 8\n[experimental]\npipeline_parallel_degree = 4",
+            {"mbs": "2", "pp_microbatches": "4"},
+        ),
+        (
+            "[training]\nbatch_size = 8\n[experimental]\npipeline_parallel_degree = 2\n"
+            "pipeline_parallel_microbatches = 8",
+            {"mbs": "1", "pp_microbatches": "8"},
+        ),
+        (
+            "[training]\ncompile = true\n[parallelism]\ntensor_parallel_degree = 2",
+            {"compile": "block"},
+        ),
     ],
 )
 def test_keys_are_options(text: str, options: dict[str, str | None], tmp_path: Path) -> None:
@@ -127,6 +141,20 @@ def test_keys_are_options(text: str, options: dict[str, str | None], tmp_path: P
         ("[model]\nname = 'flux'", "model.name flux is invalid"),
         ("[training]\nlocal_batchsize = 4", "did you mean training.local_batch_size"),
         ("[training]\nenable_cpu_offload = true", "enable_cpu_offload true is invalid"),
+        (
+            "[model]\nconverters = ['quantize.grouped_mm.float8']",
+            "converters quantize.grouped_mm.float8 is invalid",
+        ),
+        (
+            "[model]\nname = 'qwen3'\nflavor = '30B-A3B'\n"
+            "converters = ['quantize.linear.float8']",
+            "converters of a model with experts: 'float8' is invalid",
+        ),
+        (
+            "[model]\nconverters = ['float8']\n"
+            "[float8]\nfilter_fqns = ['auto_filter_small_kn']",
+            "filter_fqns auto_filter_small_kn is invalid",
+        ),
         ("[optimizer]\nname = 'Muon'", "optimizer.name Muon is invalid: it must be AdamW"),
         (
             "[parallelism]\npipeline_parallel_degree = 2\n"
@@ -163,3 +191,46 @@ def test_a_flavor_that_is_no_model_of_ours_has_its_widths(tmp_path: Path) -> Non
     # https://huggingface.co/Qwen/Qwen3-0.6B: 0.6 B parameters, 0.44 B without embedding
     assert round(model.num_params / 1e9, 1) == 0.6
     assert round((model.num_params - model.head_params) / 1e9, 2) == 0.44
+
+
+FLOAT8 = """
+[model]
+name = "llama3"
+flavor = "8B"
+converters = ["float8"]
+[training]
+local_batch_size = 2
+[float8]
+enable_fsdp_float8_all_gather = true
+"""
+
+
+def test_products_that_torchtitan_makes_narrow_are_noted(tmp_path: Path) -> None:
+    assert any("output layer" in note for note in read(FLOAT8, tmp_path).notes)
+    text = FLOAT8 + 'filter_fqns = ["output"]\n'
+    assert not any("output layer" in note for note in read(text, tmp_path).notes)
+
+
+def test_a_precision_replaces_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(FLOAT8)
+    made = job(config=str(path), world_size=8, precision="bf16")
+    assert (
+        made.blocks
+        == job(
+            model="llama-3.1-8b",
+            world_size=8,
+            mbs=2,
+            seq_len=2048,
+            recompute="blocks",
+            recompute_every=2,
+            fuse_qkv=False,
+        ).blocks
+    )
+
+
+def test_other_stages_than_the_batch_is_divided_by_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(NEW)
+    with pytest.raises(ConfigError, match="pp 2 is invalid: it must be 1, by which"):
+        job(config=str(path), world_size=8, pp=2)

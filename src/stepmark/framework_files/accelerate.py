@@ -5,6 +5,7 @@ Keys are those of accelerate/utils/dataclasses.py and commands/config/config_arg
 
 from collections.abc import Mapping
 
+from stepmark.framework_files import deepspeed
 from stepmark.framework_files.deepspeed import TABLE as DEEPSPEED_TABLE
 from stepmark.framework_files.deepspeed import ZERO
 from stepmark.framework_files.table import (
@@ -21,12 +22,13 @@ _COMMON = {
         "how a job starts",
         """
         compute_environment machine_rank main_process_ip main_process_port
-        main_training_function num_machines rdzv_backend same_network use_cpu
+        main_training_function num_machines rdzv_backend same_network
         tpu_env tpu_use_cluster tpu_use_sudo tpu_name tpu_zone debug downcast_bf16 gpu_ids
         enable_cpu_affinity deepspeed_hostfile command_file commands mpirun_config
         ipex_config
         """,
     ),
+    **refused("false: training on CPUs is not modelled", "use_cpu"),
     "num_processes": Entry(option="world_size"),
     "gradient_accumulation_steps": Entry(option="grad_accum"),
 }
@@ -52,15 +54,21 @@ _FSDP = {
     **without_effect(
         "wrapping, loading and saving",
         """
-        fsdp_config.fsdp_auto_wrap_policy fsdp_config.fsdp_transformer_layer_cls_to_wrap
+        fsdp_config.fsdp_transformer_layer_cls_to_wrap
         fsdp_config.fsdp_cpu_ram_efficient_loading fsdp_config.fsdp_state_dict_type
         fsdp_config.fsdp_sync_module_states fsdp_config.fsdp_use_orig_params
         fsdp_config.fsdp_min_num_params dynamo_config.dynamo_mode
         dynamo_config.dynamo_use_dynamic dynamo_config.dynamo_use_fullgraph
-        dynamo_config.dynamo_use_regional_compilation
         parallelism_config.parallelism_config_cp_comm_strategy
         parallelism_config.parallelism_config_cp_backend
         """,
+    ),
+    "distributed_type": Entry(refused="one of FSDP, MULTI_GPU, NO, DEEPSPEED"),
+    "fsdp_config.fsdp_sharding_strategy": Entry(
+        refused="one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2"
+    ),
+    "fsdp_config.fsdp_auto_wrap_policy": Entry(
+        refused="TRANSFORMER_BASED_WRAP: units are blocks", off=("transformer_based_wrap",)
     ),
     **unmodelled("weights are gathered one block ahead", "fsdp_config.fsdp_forward_prefetch"),
     "fsdp_config.fsdp_backward_prefetch": Entry(
@@ -86,20 +94,25 @@ _STRATEGIES: Mapping[str, str] = {
     "2": "SHARD_GRAD_OP",
     "3": "NO_SHARD",
     "4": "HYBRID_SHARD",
+    "5": "HYBRID_SHARD_ZERO2",
+    "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2",
 }
+_KINDS = ("FSDP", "MULTI_GPU", "NO")
 
 
 def _prepare_fsdp(keys: Keys) -> Keys:
     """Join keys that mean one option, as accelerate's FullyShardedDataParallelPlugin does."""
     keys = _joined(keys)
     kind = keys.pop("distributed_type", "NO").upper()
-    strategy = keys.pop("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD").upper()
-    strategy = _STRATEGIES.get(strategy, strategy)
-    if kind == "FSDP" and strategy == "SHARD_GRAD_OP":
+    if kind not in _KINDS:
+        keys["distributed_type"] = kind
+    strategy = _strategy(keys)
+    if kind == "FSDP" and strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
         keys.setdefault("fsdp_config.fsdp_reshard_after_forward", "false")
-    reshard = keys.get("fsdp_config.fsdp_reshard_after_forward", "").upper()
-    if reshard in _STRATEGIES.values():  # of FSDP 1 the key is another word for the strategy
-        keys["fsdp_config.fsdp_reshard_after_forward"] = str(reshard == "FULL_SHARD").lower()
+    nodes = keys.get("num_machines", "1")
+    if kind == "FSDP" and strategy.startswith("HYBRID_SHARD") and nodes != "1":
+        # Weights are sharded in a node, and replicated over nodes.
+        keys.setdefault("parallelism_config.parallelism_config_dp_replicate_size", nodes)
     is_sharded = kind == "FSDP" and strategy != "NO_SHARD"
     keys["data_parallel"] = "fsdp" if is_sharded else "ddp"
     precision = keys.pop("mixed_precision", "no")
@@ -108,14 +121,30 @@ def _prepare_fsdp(keys: Keys) -> Keys:
     if is_sharded:
         # set_mixed_precision: parameters and reductions have the same type.
         keys["param_dtype"] = "fp16" if precision == "fp16" else "bf16"
-        keys["reduce_dtype"] = "fp32" if precision == "fp16" else "bf16"
+        keys["reduce_dtype"] = keys["param_dtype"]
         if precision == "no":
             keys["param_dtype"] = keys["reduce_dtype"] = "fp32"
     if precision in ("fp16", "no"):
         keys["dtype"] = {"fp16": "fp16", "no": "fp32"}[precision]
+    is_regional = keys.pop("dynamo_config.dynamo_use_regional_compilation", "") == "true"
     if keys.pop("dynamo_config.dynamo_backend", "no").lower() not in ("no", "eager"):
-        keys["compile"] = "model"
+        keys["compile"] = "layers" if is_regional else "model"
     return keys
+
+
+def _strategy(keys: Keys) -> str:
+    """Remove the sharding strategy and return it; an unknown one stays, to be refused."""
+    reshard = keys.get("fsdp_config.fsdp_reshard_after_forward", "").upper()
+    if reshard in ("", "TRUE", "FALSE"):
+        word = keys.pop("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD").upper()
+    else:  # of FSDP 1 the key is another word for the strategy
+        word = reshard
+        del keys["fsdp_config.fsdp_reshard_after_forward"]
+        keys.pop("fsdp_config.fsdp_sharding_strategy", None)
+    strategy = _STRATEGIES.get(word, word)
+    if strategy not in _STRATEGIES.values():
+        keys["fsdp_config.fsdp_sharding_strategy"] = strategy
+    return strategy
 
 
 _DEEPSPEED = {
@@ -143,6 +172,17 @@ _DEEPSPEED = {
     "parallelism_config.parallelism_config_sp_backend": Entry(
         no_effect="only with sequence parallelism"
     ),
+    "mixed_precision": Entry(refused="no, bf16 or fp16: fp8 with DeepSpeed is not modelled"),
+    "dynamo_config.dynamo_backend": Entry(
+        unmodelled="nothing is compiled", off=("no", "eager")
+    ),
+    **without_effect(
+        "how graphs are compiled",
+        """
+        dynamo_config.dynamo_mode dynamo_config.dynamo_use_dynamic
+        dynamo_config.dynamo_use_fullgraph dynamo_config.dynamo_use_regional_compilation
+        """,
+    ),
     "zero3_init_flag": Entry(option="zero_init", values={"true": "True", "false": "False"}),
 }
 _DEEPSPEED_NAMES = {
@@ -167,14 +207,18 @@ def _deepspeed_name(name: str) -> str:
 def _prepare_deepspeed(keys: Keys) -> Keys:
     keys = _joined({_deepspeed_name(name): value for name, value in keys.items()})
     keys.pop("distributed_type", None)
-    keys.pop("dynamo_config.dynamo_backend", None)
     precision = keys.pop("mixed_precision", "no")
     if precision in ("bf16", "fp16"):
         keys[f"{precision}.enabled"] = "true"
+    elif precision != "no":
+        keys["mixed_precision"] = precision
+    for name in ("bf16", "fp16"):
+        if keys.get(f"{name}.enabled") == "auto":  # which accelerate fills in
+            keys[f"{name}.enabled"] = "false"
     keys.setdefault(f"{ZERO}.stage", "2")  # DeepSpeedPlugin's default
     if keys[f"{ZERO}.stage"] != "3":
         keys.pop("zero3_init_flag", None)
-    return DEEPSPEED_TABLE.prepare(keys)
+    return deepspeed.prepare(keys)
 
 
 def _joined(keys: Keys) -> Keys:
@@ -196,4 +240,5 @@ WITH_DEEPSPEED_TABLE = Table(
     title="accelerate with DeepSpeed",
     entries=_DEEPSPEED,
     prepare=_prepare_deepspeed,
+    open=deepspeed.OPEN,
 )

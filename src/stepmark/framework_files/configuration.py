@@ -57,7 +57,7 @@ def _is_megatron_yaml(content: object) -> bool:
 
 def _megatron_keys(content: Any, where: str) -> Keys:
     if isinstance(content, str):
-        return megatron.keys_of_words(shell.training_words(content), where)
+        return megatron.keys_of_words(shell.training_words(content, where), where)
     arguments = content.get("MODEL_ARGS", content)
     if not isinstance(arguments, dict):
         raise ConfigError(f"{where}: MODEL_ARGS", text_of(arguments), "arguments with values")
@@ -114,7 +114,7 @@ KINDS: Mapping[str, Kind] = {
         table=deepspeed.TABLE,
         is_one=lambda content: (
             _has_any(content, _DEEPSPEED)
-            and not _has_any(content, ("model_type", "architectures"))
+            and not _has_any(content, ("model_type", "architectures", "distributed_type"))
         ),
         keys=_flat_keys,
     ),

@@ -28,13 +28,15 @@ _BATCHES = (
     "gradient_accumulation_steps",
 )
 ZERO = "zero_optimization"
+OPEN = ("auto", "the trainer derives it (auto)")
 
 _USED = {
     "train_batch_size": Entry(option="gbs"),
     "train_micro_batch_size_per_gpu": Entry(option="mbs"),
+    "no batch size": Entry(option="mbs", asks=True),
     "gradient_accumulation_steps": Entry(option="grad_accum"),
     "world_size": Entry(option="world_size"),
-    "dtype": Entry(option="dtype", values=_DTYPES),
+    "dtype": Entry(option="dtype", values=_DTYPES, asks=True),
     "gradient_clipping": Entry(option="gradient_clipping", default="0"),
     "communication_data_type": Entry(option="communication_data_type", values=_DTYPES),
     "data_types.grad_accum_dtype": Entry(option="grad_accum_dtype", values=_DTYPES),
@@ -68,8 +70,7 @@ _OTHERS = {
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_init
         prescale_gradients gradient_predivide_factor sparse_gradients
         disable_allgather optimizer.params scheduler tensorboard wandb csv_monitor comet
-        comms_logger flops_profiler monitor_config aio autotuning data_efficiency
-        curriculum_learning progressive_layer_drop checkpoint nebula elasticity seed
+        comms_logger flops_profiler monitor_config aio autotuning checkpoint nebula seed
         dataloader_drop_last cuda_visible_devices comms_config
         seq_parallel_communication_data_type
         compile.disable compile.backend compile.offload_activation torch_autocast.dtype
@@ -88,15 +89,20 @@ _OTHERS = {
             allgather_partitions load_from_fp32_weights grad_hooks elastic_checkpoint
             ignore_unused_parameters stage3_gather_16bit_weights_on_model_save
             stage3_gather_fp16_weights_on_model_save legacy_stage1 module_granularity_threshold
-            offload_optimizer.pin_memory offload_optimizer.buffer_count
+            offload_optimizer.buffer_count
             offload_optimizer.fast_init offload_optimizer.nvme_path
             offload_optimizer.pipeline_read offload_optimizer.pipeline_write
-            offload_param.pin_memory offload_param.buffer_count offload_param.buffer_size
+            offload_param.buffer_count offload_param.buffer_size
             offload_param.max_in_cpu offload_param.nvme_path memory_efficient_linear
             override_module_apply log_trace_cache_warnings max_in_cpu
             """,
         ).items()
     },
+    **unmodelled(
+        "offloaded memory is pinned",
+        f"{ZERO}.offload_optimizer.pin_memory {ZERO}.offload_param.pin_memory",
+        "true",
+    ),
     **unmodelled(
         "nothing is recomputed",
         """
@@ -123,7 +129,8 @@ _OTHERS = {
         communication_compression pipeline hybrid_engine compile.enabled
         compile.deepcompile torch_autocast.enabled
         fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads
-        bf16.bf16_optimizer_states {ZERO}.zenflow
+        bf16.bf16_optimizer_states {ZERO}.zenflow curriculum_learning
+        progressive_layer_drop elasticity data_efficiency
         """,
         "-1",
     ),
@@ -146,11 +153,12 @@ _RENAMED = {f"{ZERO}.{name}": f"{ZERO}.stage3_{name}" for name in _SHORT}
 _WHOLE = (
     *("optimizer.params", "scheduler", "tensorboard", "wandb", "csv_monitor", "comet"),
     *("comms_logger", "flops_profiler", "monitor_config", "aio", "autotuning"),
-    *("data_efficiency", "curriculum_learning", "progressive_layer_drop", "checkpoint"),
-    *("nebula", "elasticity", "compression_training", "sparse_attention", "pipeline"),
+    *("checkpoint", "nebula", "compression_training", "sparse_attention", "pipeline"),
     *("hybrid_engine", "communication_compression", "comms_config"),
     f"{ZERO}.zenflow",
 )
+# Sections that matter where their "enabled" is true.
+_ENABLED = ("data_efficiency", "curriculum_learning", "progressive_layer_drop", "elasticity")
 
 
 def joined_sections(keys: Keys) -> Keys:
@@ -159,27 +167,37 @@ def joined_sections(keys: Keys) -> Keys:
     for name, value in keys.items():
         section = next((each for each in _WHOLE if name.startswith(f"{each}.")), "")
         joined[section or name] = "given" if section else value
+    for section in _ENABLED:
+        parts = [name for name in joined if name.startswith(f"{section}.")]
+        if parts:
+            joined[section] = joined.get(f"{section}.enabled", "false")
+        for name in parts:
+            del joined[name]
     return joined
 
 
-def _prepare(keys: Keys) -> Keys:
-    """Join keys that mean one option. "auto" is left to a trainer, whose flags are ours."""
+def _dtype(keys: Keys) -> str:
+    """Remove the switches of types, and return the type; auto is left to a trainer."""
+    values = {
+        name.replace("bfloat16", "bf16"): value
+        for name in ("bf16", "bfloat16", "fp16")
+        if (value := keys.pop(f"{name}.enabled", ""))
+    }
+    for word in ("true", "auto"):
+        if names := [name for name, value in values.items() if value == word]:
+            return " and ".join(names) if word == "true" else word
+    return "fp32"
+
+
+def prepare(keys: Keys) -> Keys:
+    """Join keys that mean one option."""
     keys = joined_sections({_RENAMED.get(name, name): text for name, text in keys.items()})
     keys = {
         name: value
         for name, value in keys.items()
-        if value not in ("auto", "null") and not name.startswith("_comment")
+        if value != "null" and not name.startswith("_comment")
     }
-    keys["dtype"] = next(
-        (
-            name
-            for name in ("bf16", "bfloat16", "fp16")
-            if keys.pop(f"{name}.enabled", "") == "true"
-        ),
-        "fp32",
-    ).replace("bfloat16", "bf16")
-    for name in ("bf16", "bfloat16", "fp16"):
-        keys.pop(f"{name}.enabled", None)
+    keys["dtype"] = _dtype(keys)
     if keys.pop(f"{ZERO}.cpu_offload", "") == "true":
         keys.setdefault(f"{ZERO}.offload_optimizer.device", "cpu")
     if keys.get(f"{ZERO}.stage", "0") == "0":
@@ -188,6 +206,10 @@ def _prepare(keys: Keys) -> Keys:
             for name, value in keys.items()
             if not name.startswith((f"{ZERO}.offload", f"{ZERO}.stage3"))
         }
+    for name in ("offload_optimizer", "offload_param"):
+        if keys.get(f"{ZERO}.{name}.device", "none") != "none":
+            is_pinned = keys.get(f"{ZERO}.{name}.pin_memory") == "true"
+            keys[f"{ZERO}.{name}.pin_memory"] = "true" if is_pinned else "not pinned"
     sizes = [int(keys[name]) for name in _BATCHES if keys.get(name, "").isdecimal()]
     if len(sizes) == len(_BATCHES):
         total, micro, accumulated = sizes
@@ -196,10 +218,17 @@ def _prepare(keys: Keys) -> Keys:
             allowed = f"a multiple of {micro} x {accumulated} (micro-batch x accumulation)"
             raise ConfigError("train_batch_size", total, allowed)
         keys["world_size"] = str(ranks)
-        del keys["gradient_accumulation_steps"]
-    elif len(sizes) == 2 and "train_micro_batch_size_per_gpu" not in keys:
-        del keys["gradient_accumulation_steps"]
+    elif "train_micro_batch_size_per_gpu" not in keys:
+        # The micro-batch is what is left of the batch: _set_batch_related_parameters.
+        keys.setdefault("gradient_accumulation_steps", "1")
     return keys
+
+
+def _prepare_file(keys: Keys) -> Keys:
+    """Join keys of a file that stands alone, which has a batch."""
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(keys):
+        keys["no batch size"] = OPEN[0]
+    return prepare(keys)
 
 
 def _complete(keys: Keys) -> Keys:
@@ -234,7 +263,8 @@ TABLE = Table(
     framework="deepspeed",
     title="DeepSpeed",
     entries=_USED | _OTHERS,
-    prepare=_prepare,
+    prepare=_prepare_file,
+    open=OPEN,
     complete=_complete,
     implied=(*NAMES, "seq_len", "dp_shard", "model"),
 )

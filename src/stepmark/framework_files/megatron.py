@@ -5,10 +5,11 @@ become arguments, at d98e8a64ddf3 (22 August 2026); validation/megatron_argument
 each is here.
 """
 
-import ast
 import re
 import shlex
 
+from stepmark.framework_files import vocabulary
+from stepmark.framework_files.layer_frequency import dense_layers
 from stepmark.framework_files.table import (
     FALSE,
     OFF,
@@ -27,14 +28,7 @@ from stepmark.ground.errors import ConfigError
 
 _MLA = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 _MLA_DEFAULTS = ("0", "32", "128", "64", "128")
-_MOST_LAYERS = 100_000
 _PER_NODE = 8
-# Sizes of vocabularies that a type of tokenizer fixes.
-_VOCABULARIES = {
-    "GPT2BPETokenizer": "50257",
-    "Llama2Tokenizer": "32000",
-    "Llama3Tokenizer": "128256",
-}
 _ROTARY = ("rope", "yarn", "mrope", "none")
 
 _MODEL = {
@@ -55,7 +49,6 @@ _MODEL = {
     "qk-layernorm": Entry(option="qk_norm", values=ON, default=FALSE),
     "untie-embeddings-and-output-weights": Entry(option="untied", values=ON, default=FALSE),
     **same("vocab-size", "make-vocab-size-divisible-by"),
-    "padded-vocab-size": Entry(option="vocab_size"),
     "num-experts": Entry(option="num_experts"),
     "moe-router-topk": Entry(option="top_k"),
     "moe-ffn-hidden-size": Entry(option="moe_ffn_hidden_size"),
@@ -194,7 +187,7 @@ _WITHOUT_EFFECT = {
         flight-recorder-include-stack-trace flight-recorder-trace-buffer-size
         gpu-sniff-test-interval indexer-log-interval log-device-memory-used log-energy
         log-interval log-max-attention-logit log-memory-interval log-memory-to-tensorboard
-        log-num-zeros-in-grad log-params-norm log-progress log-straggler log-throughput
+        log-progress log-straggler log-throughput
         log-timers-to-tensorboard log-validation-ppl-to-tensorboard
         log-world-size-to-tensorboard log-learning-rate-to-tensorboard
         log-batch-size-to-tensorboard logging-level memory-snapshot-path
@@ -208,7 +201,7 @@ _WITHOUT_EFFECT = {
         profile-ranks profile-step-end profile-step-start pytorch-profiler-collect-callstack
         pytorch-profiler-collect-chakra pytorch-profiler-collect-shapes
         record-memory-history record-shapes run-workload-inspector-server tensorboard-dir
-        tensorboard-log-interval tensorboard-queue-size timing-log-level timing-log-option
+        tensorboard-log-interval tensorboard-queue-size timing-log-option
         use-pytorch-profiler wandb-entity wandb-exp-name wandb-project wandb-save-dir
         """,
     ),
@@ -216,7 +209,7 @@ _WITHOUT_EFFECT = {
         "failures and restarts",
         """
         adlr-autoresume adlr-autoresume-interval calc-ft-timeouts check-for-large-grads
-        check-for-spiky-loss check-weight-hash-across-dp-replicas-interval
+        check-for-spiky-loss
         disable-straggler-on-startup distributed-timeout-minutes
         distributed-timeout-seconds-after-init enable-ft-package error-injection-rate
         error-injection-type exit-duration-in-mins exit-interval exit-signal
@@ -480,6 +473,17 @@ _UNMODELLED = {
         "dataloader-inter-document-masking reset-attention-mask reset-position-ids",
     ),
     **unmodelled("layers with MLA or experts have no biases", "add-bias-linear"),
+    **unmodelled("compressed queries, keys and values are normed", "no-qk-layernorm-of-mla"),
+    **unmodelled("products of experts are grouped", "no-moe-grouped-gemm"),
+    **unmodelled(
+        "the vocabulary is --vocab-size, which Megatron-LM replaces by the tokenizer's",
+        "vocab-size-with-tokenizer",
+    ),
+    **unmodelled(
+        "nothing is computed for logs or checks",
+        "log-num-zeros-in-grad log-params-norm check-weight-hash-across-dp-replicas-interval",
+    ),
+    "timing-log-level": Entry(unmodelled="no barriers are timed", off=("1",)),
     **unmodelled("it has its usual memory", "use-precision-aware-optimizer"),
     **unmodelled("ranks are in the order tp, cp, dp, pp", "use-tp-pp-dp-mapping"),
     **unmodelled("the router balances without iterations", "sinkhorn"),
@@ -549,6 +553,9 @@ _REFUSED = {
         "exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype",
         "fp32",
     ),
+    "vocab-size-of-another-tokenizer": Entry(
+        refused="left out, or the size of the vocabulary of --tokenizer-type"
+    ),
     "optimizer": Entry(refused="adam: others are not modelled", off=("adam",)),
     "distributed-backend": Entry(refused="nccl", off=("nccl",)),
     "transformer-impl": Entry(
@@ -568,7 +575,7 @@ _JOINED = (
         _VPP,
         "recompute-activations",
     ),
-    "use-rotary-position-embeddings",
+    *("use-rotary-position-embeddings", "padded-vocab-size"),
 )
 
 
@@ -601,7 +608,7 @@ def typed_option(name: str, value: str) -> tuple[str, str]:
         return _TYPED[name]
     entry = TABLE.entries.get(name, Entry())
     if entry.option:
-        text = _dense_layers(value) if name == "moe-layer-freq" else value
+        text = dense_layers(value) if name == "moe-layer-freq" else value
         return entry.option, TABLE.value_of(name, text)
     if name in _JOINED:
         allowed = _INSTEAD.get(name, "in a file with the model's other arguments (--config)")
@@ -645,7 +652,7 @@ def _prepare(keys: Keys) -> Keys:
             keys["world-size"] = str(int(nproc) * int(count))
     keys.pop("nnodes", None)
     if keys.pop("recompute-activations", ""):
-        keys.setdefault("recompute-granularity", "selective")
+        keys["recompute-granularity"] = "selective"
     if keys.pop("checkpoint-activations", ""):  # of earlier versions
         keys.setdefault("recompute-granularity", "full")
     if "recompute-modules" in keys:
@@ -695,22 +702,24 @@ def _prepare_model(keys: Keys) -> None:
     if keys.get("quick-geglu"):
         keys["swiglu"] = "true"
     if "moe-layer-freq" in keys:
-        keys["moe-layer-freq"] = _dense_layers(keys["moe-layer-freq"])
+        keys["moe-layer-freq"] = dense_layers(keys["moe-layer-freq"])
     if "num-experts" in keys:
+        if "moe-grouped-gemm" not in keys:
+            keys["no-moe-grouped-gemm"] = "true"
         keys.setdefault("moe-router-topk", "2")
         keys.setdefault("moe-token-dispatcher-type", "allgather")
     else:
         keys.pop("moe-router-topk", None)
-    vocabulary = _VOCABULARIES.get(keys.get("tokenizer-type", "GPT2BPETokenizer"))
-    if vocabulary and "padded-vocab-size" not in keys:
-        keys.setdefault("vocab-size", vocabulary)
+    vocabulary.prepare(keys)
 
 
 def _prepare_attention(keys: Keys, *, is_mla: bool) -> None:
     if not keys.pop("group-query-attention", "") or is_mla:
         keys.pop("num-query-groups", None)
     if is_mla:
-        keys.pop("qk-layernorm", None)  # of the compressed widths, which a step has anyway
+        # Of the compressed widths, which a step of ours has anyway.
+        if not keys.pop("qk-layernorm", ""):
+            keys["no-qk-layernorm-of-mla"] = "true"
         keys.pop("kv-channels", None)
     for name, default in zip(_MLA, _MLA_DEFAULTS, strict=True):
         if is_mla:
@@ -732,13 +741,20 @@ def _complete(keys: Keys) -> Keys:
     if dtype != "fp32":
         keys[dtype] = "true"
     if any(name in keys for name in _MLA):
-        keys["multi-latent-attention"] = "true"
+        keys["multi-latent-attention"] = keys["qk-layernorm"] = "true"
         if keys.get("q-lora-rank") == "0":
             del keys["q-lora-rank"]
     elif "num-query-groups" in keys:
         keys["group-query-attention"] = "true"
     if "num-experts" in keys:
         keys.setdefault("moe-token-dispatcher-type", "alltoall")
+        keys["moe-grouped-gemm"] = "true"
+    if "moe-router-enable-expert-bias" in keys:
+        keys["moe-router-score-function"] = "sigmoid"
+    if "vocab-size" in keys:
+        keys["tokenizer-type"] = "NullTokenizer"
+    if keys.get("attention-backend") not in ("local", "unfused"):
+        keys.setdefault("attention-dropout", "0")
     if "recompute-modules" in keys:
         keys["recompute-modules"] = keys["recompute-modules"].replace(",", " ")
     if keys.get("max-position-embeddings") == "0":
@@ -760,40 +776,6 @@ def script(keys: Keys) -> str:
     launch = f"torchrun --nproc_per_node {per_node} --nnodes {world_size // per_node}"
     lines += [")", f'{launch} pretrain_gpt.py "${{ARGS[@]}}"']
     return "\n".join(lines) + "\n"
-
-
-def _dense_layers(text: str) -> str:
-    """Return the leading layers without experts of a frequency. Raises ConfigError."""
-    try:
-        value = _pattern(ast.parse(text.strip()[:1000], mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        value = None
-    if value == 1:
-        return "0"
-    if isinstance(value, list):
-        dense = value.index(1) if 1 in value else len(value)
-        if all(each == 1 for each in value[dense:]) and not any(value[:dense]):
-            return str(dense)
-    raise ConfigError(
-        "moe-layer-freq", text, "1, or a list such as ([0]*3+[1]*58): dense layers come first"
-    )
-
-
-def _pattern(node: ast.expr) -> int | list[int]:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        items = [_pattern(item) for item in node.elts]
-        return [item for item in items if isinstance(item, int)]
-    if isinstance(node, ast.BinOp):
-        left, right = _pattern(node.left), _pattern(node.right)
-        is_sum = isinstance(node.op, ast.Add)
-        if is_sum and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        is_repeat = isinstance(node.op, ast.Mult)
-        if is_repeat and isinstance(left, list) and isinstance(right, int):
-            return left * min(right, _MOST_LAYERS // max(1, len(left)))
-    raise ValueError(ast.dump(node))
 
 
 TABLE = Table(

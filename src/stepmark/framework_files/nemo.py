@@ -42,7 +42,6 @@ _RENAMED = {
     "ub_tp_comm_overlap": "tp-comm-overlap",
     "sharp": "use-sharp",
     "qkv_bias": "add-qkv-bias",
-    "precision": "dtype",
     "override_vocab_size": "vocab-size",
     "fp8_params": "fp8-param-gather",
     "fp8_param": "fp8-param-gather",
@@ -83,10 +82,25 @@ _ACTIVATIONS: Mapping[str, str] = {
     "geglu": "quick-geglu",
     "fast-geglu": "quick-geglu",
     "squared-relu": "squared-relu",
+    "squared_relu": "squared-relu",
     "gelu": "openai-gelu",
 }
 _NORMS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm": "RMSNorm"}
-_PRECISIONS = {"bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16"}
+_PRECISIONS = {
+    **{"bf16": "bf16", "bf16_mixed": "bf16", "16": "fp16", "16_mixed": "fp16"},
+    **{"fp16_mixed": "fp16", "32": "fp32", "32_true": "fp32"},
+}
+# What recipes of Megatron-Bridge add to a type: bf16_with_..., fp16_with_...
+_GATHERED = {"fp8-param-gather": "true"}
+_ENDS = {"first-last-layers-bf16": "true"} | _GATHERED
+_RECIPES: Mapping[str, Keys] = {
+    "fp8_delayed_scaling": {"fp8-format": "hybrid", "fp8-recipe": "delayed", **_GATHERED},
+    "fp8_current_scaling": {"fp8-format": "hybrid", "fp8-recipe": "tensorwise", **_ENDS},
+    "fp8_subchannel_scaling": {"fp8-format": "hybrid", "fp8-recipe": "blockwise"},
+    "mxfp8": {"fp8-format": "e4m3", "fp8-recipe": "mxfp8", **_GATHERED},
+    "nvfp4": {"fp4-format": "e2m1", "fp4-recipe": "nvfp4"},
+}
+_RECIPE = re.compile(r"(bf16|fp16)_with_(\w+)_mixed")
 _SHARDED = ("distributed_fused_adam", "mcore_distributed_optim", "distributed_adam")
 _ADAMS = ("fused_adam", "adam", "adamw", "megatron_fused_adam", *_SHARDED)
 
@@ -108,12 +122,12 @@ _OWN = {
         """
         mcore-gpt use-scaled-init-method do-layer-norm-weight-decay pre-process post-process
         headscale transformer-block-type normalize-attention-scores attention-type
-        native-amp-init-scale native-amp-growth-interval megatron-amp-o2
+        native-amp-init-scale native-amp-growth-interval
         grad-allreduce-chunk-size-mb grad-div-ar-fusion apex-transformer-log-level
         gradient-as-bucket-view sync-batch-comm use-emha batch-p2p-comm gc-interval
         resume-from-checkpoint bias-activation-fusion bias-gelu-fusion optim.betas
         optim.bucket-cap-mb optim.contiguous-grad-buffer optim.contiguous-param-buffer
-        optim.eps optim.exclude-norm-and-bias optim.grad-sync-dtype fp8 fp8-margin
+        optim.eps optim.exclude-norm-and-bias optim.grad-sync-dtype fp8-margin
         fp8-wgrad reduce-amax use-te-rng-tracker enable-cuda-graph-rng rotary-base
         seq-len-interpolation-factor scale-positional-embedding get-attention-mask-from-fusion
         apply-embedding-scaling embedding-scale data-parallel-size barrier-with-l1-time
@@ -148,19 +162,43 @@ _OWN = {
         "mcore-customization-config.parallel-attention",
     ),
     **refused("left out: FSDP of NeMo is not modelled", "fsdp"),
+    **refused("left out: give --lora-rank to train adapters alone", "peft"),
+    **refused(
+        "silu with its gate, gelu or squared-relu: others are not modelled", "activation-func"
+    ),
+    **refused(
+        "bf16_mixed, fp16_mixed, or one of these with a recipe of FP8 or FP4", "precision"
+    ),
+    **refused(
+        "true: weights in fp32 under autocast are not modelled", "megatron-amp-o2", "true"
+    ),
+    **refused("hybrid or e4m3", "fp8"),
+    **refused("e2m1", "fp4"),
     **refused("1", "trainer.accumulate_grad_batches", "1"),
 }
 
 
 def _prepare(keys: Keys) -> Keys:
     """Return the keys in Megatron-LM's words."""
+    tokenizer = _of_tokenizer(keys)
+    is_bridge = any(name.startswith("train.") for name in keys)
     keys = _joined(keys)
-    words = _of_trainer(keys) | _of_precision(keys) | _of_optimizer(keys)
+    words = (
+        tokenizer
+        | _of_activation(keys)
+        | _of_trainer(keys)
+        | _of_precision(keys)
+        | _of_optimizer(keys)
+    )
     if keys.get("model.cpu_offloading") != "true":
         for name in ("num_layers", "activations", "weights"):
             keys.pop(f"model.cpu_offloading_{name}", None)
     for name, value in keys.items():
         words |= _in_words_of_megatron(name, value)
+    if is_bridge and "model.vocab_size" in keys:  # the tokenizer's alone is padded
+        words["padded-vocab-size"] = words.pop("vocab-size")
+    if "model.override_vocab_size" in keys:
+        words.pop("tokenizer-type", None)
     if "num-query-groups" in words:
         words["group-query-attention"] = "true"
     if words.get("recompute-num-layers") == "0" or "recompute-granularity" not in words:
@@ -176,19 +214,65 @@ def _of_trainer(keys: Keys) -> Keys:
 
 
 def _of_precision(keys: Keys) -> Keys:
-    words: Keys = {}
-    precision = keys.pop("trainer.precision", "") or keys.pop("mixed_precision", "bf16")
-    if dtype := _PRECISIONS.get(precision.partition("_")[0]):
-        words[dtype] = "true"
+    own = [keys.get(f"mixed_precision.{dtype}") for dtype in ("bf16", "fp16", "fp32")]
+    default = "32" if any(own) else "bf16_mixed"  # the section says its type itself
+    of_model = keys.pop("model.precision", "")  # the trainer's, by reference
+    precision = keys.pop("trainer.precision", "") or keys.pop("mixed_precision", "")
+    precision = precision or ("" if "$" in of_model else of_model) or default
+    keys.pop("mixed_precision.fp32", None)
+    words = _of_recipe(precision.replace("-", "_"))
+    if keys.get("model.megatron_amp_O2") == "false" and "precision" not in words:
+        keys["model.megatron_amp_O2"] = "off" if words else "true"
     is_e4m3 = keys.pop("model.fp8_e4m3", "") == "true"
     keys.pop("model.fp8_hybrid", None)
-    if "fp8" in precision or keys.get("model.fp8") == "true":
-        words["fp8-format"] = "e4m3" if is_e4m3 else "hybrid"
-    if "mxfp8" in precision:
-        words |= {"fp8-format": "e4m3", "fp8-recipe": "mxfp8"}
-    elif "current_scaling" in precision:
-        words["fp8-recipe"] = "tensorwise"
+    for name in ("model.fp8", "mixed_precision.fp8"):
+        value = keys.get(name, "")
+        if value in ("true", "hybrid", "e4m3"):
+            words["fp8-format"] = "e4m3" if is_e4m3 or value == "e4m3" else "hybrid"
+            del keys[name]
+    for name in ("model.fp4", "mixed_precision.fp4"):
+        if keys.get(name) == "e2m1":
+            words["fp4-format"] = keys.pop(name)
+    recipe = keys.pop("mixed_precision.fp8_recipe", "tensorwise")
+    if any(own) and "fp8-format" in words:
+        words["fp8-recipe"] = recipe
     return words
+
+
+def _of_recipe(name: str) -> Keys:
+    """Return the words of a precision; an unknown one stays, to be refused."""
+    if dtype := _PRECISIONS.get(name):
+        return {} if dtype == "fp32" else {dtype: "true"}
+    match = _RECIPE.fullmatch(name)
+    if match is None or match[2] not in _RECIPES:
+        return {"precision": name}
+    return {match[1]: "true", **_RECIPES[match[2]]}
+
+
+def _of_tokenizer(keys: Keys) -> Keys:
+    """Return the type of the tokenizer, and the size of one that has no vocabulary."""
+    words: Keys = {}
+    for section in ("tokenizer", "model.tokenizer"):
+        for name in ("tokenizer_type", "type"):
+            if value := keys.get(f"{section}.{name}", ""):
+                words["tokenizer-type"] = value
+        size = keys.get(f"{section}.vocab_size", "")
+        if words.get("tokenizer-type") == "NullTokenizer" and size.isdecimal():
+            words["vocab-size"] = size
+    return words
+
+
+def _of_activation(keys: Keys) -> Keys:
+    """Join the activation of Megatron-Bridge with its gate."""
+    gated = keys.pop("model.gated_linear_unit", "")
+    name = keys.get("model.activation_func", "").rpartition(".")[2]
+    is_silu = name in ("silu", "swish")
+    if not gated and not is_silu:
+        return {}
+    keys.pop("model.activation_func", None)
+    if is_silu:
+        return {"activation-func": name} if gated == "false" else {"swiglu": "true"}
+    return {"quick-geglu": "true"} if gated == "true" else {}
 
 
 def _of_optimizer(keys: Keys) -> Keys:
@@ -218,7 +302,8 @@ def _joined(keys: Keys) -> Keys:
         parts = name.split(".")
         sections = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         section = next((each for each in sections if each in _WHOLE), "")
-        if section or value not in ("null", "", "[]"):
+        is_part = bool(section) and section != name
+        if is_part or value not in ("null", "", "[]", "{}"):
             joined[section or name] = "given" if section else _resolved(value, keys)
     return joined
 
@@ -227,9 +312,10 @@ def _in_words_of_megatron(name: str, value: str) -> Keys:
     own = next((name.removeprefix(each) for each in _SETTINGS if name.startswith(each)), "")
     if not own or name in _WHOLE:
         return {name: value}
-    if own in ("_target_", "activation_func", "activation", "gated_linear_unit"):
+    if own in ("_target_", "activation_func", "activation"):
         word = _ACTIVATIONS.get(value.rpartition(".")[2], "")
-        return {word: "true"} if word else {"target": value}
+        other = "target" if own == "_target_" else "activation-func"
+        return {word: "true"} if word else {other: value}
     if own in _NEGATED:
         return {_NEGATED[own]: "true"} if value == "false" else {}
     if own == "normalization":

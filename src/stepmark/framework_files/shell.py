@@ -1,8 +1,9 @@
 """The words of a training command in a shell script, without running anything.
 
-Assignments, arrays, `+=`, `${NAME:-default}`, `$((A * B))` and tests of strings and numbers are
-evaluated; whatever else a script does (commands, files, functions) is not. A test that depends
-on such things counts as false.
+Assignments, arrays, `+=`, `${NAME:-default}`, `$((A * B))`, `&&`, `||` and tests of strings and
+numbers are evaluated; whatever else a script does (commands, files) is not. A test that depends
+on such things counts as false. A variable that is assigned in a loop, a case or a function is
+uncertain: a training that uses it is refused.
 """
 
 import ast
@@ -27,9 +28,16 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _EXPANSION = re.compile(
     r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)"
     r"|\$\{(?P<name>\w+)(?P<index>\[[@*]\])?(?:(?P<op>:?[-=])(?P<default>[^{}]*(?:\$\{[^{}]*\})?[^{}]*))?\}"
+    r"|\$\{(?P<other>[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+)\}"
     r"|\$(?P<plain>[A-Za-z_]\w*|[0-9@*#?])"
     r"|(?P<command>\$\([^()]*\)|`[^`]*`)"
 )
+_MARK = "\1"  # around the name of what is uncertain, in a value
+_HEREDOC = re.compile(
+    r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n(?:.*?\n)??[ \t]*\2[ \t]*(?=\n|\Z)", re.DOTALL
+)
+_SEPARATORS = ("\n", ";", ";;", "&&", "||", "|", "&")
+_ENDS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
 _RESERVED = ("export", "local", "declare", "readonly", "then", "else", "do", "{", "}")
 _PIECE = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^\s'\"\\]", re.DOTALL)
 
@@ -48,7 +56,8 @@ class _Branches:
             self.skipped.append(True)
             self.taken.append(False)
         if first in ("if", "elif") and self.skipped:
-            holds = not self.taken[-1] and _is_true(words[1:], values)
+            is_open = not any(self.skipped[:-1]) and not self.taken[-1]
+            holds = is_open and _is_true(words[1:], values)
             self.skipped[-1] = not holds
             self.taken[-1] = self.taken[-1] or holds
         elif first == "else" and self.skipped:
@@ -61,20 +70,83 @@ class _Branches:
         return words[1:] if first in ("then", "else") else words
 
 
-def training_words(text: str) -> list[str]:
+@dataclass(slots=True)
+class _Regions:
+    """The open loops, cases and functions of a script, by the word that ends each."""
+
+    ends: list[str] = field(default_factory=list)
+
+    def holds(self, words: list[str]) -> bool:
+        """Return whether a command is in such a region, or begins or ends one."""
+        first = next((word for word in words if word not in ("do", "then", "else")), "")
+        was_open = bool(self.ends)
+        is_function = first == "function" or first.endswith("()") or words[1:2] == ["()"]
+        if first in _ENDS:
+            self.ends.append(_ENDS[first])
+        elif is_function or (was_open and first == "{"):
+            self.ends.append("}")
+        elif was_open and first == self.ends[-1]:
+            self.ends.pop()
+        return was_open or bool(self.ends)
+
+
+def _assigned_in_region(words: list[str]) -> Iterator[str]:
+    """Yield the variables that a command of a region assigns."""
+    if words[0] in ("for", "select", "read") and len(words) > 1:
+        yield words[1]
+    for word in words:
+        if match := _ASSIGNMENT.fullmatch(word):
+            yield match[1]
+        elif word not in _RESERVED and not word.endswith((")", "()")):
+            return
+
+
+def _is_run(joint: str, status: bool) -> bool:
+    return joint not in ("&&", "||") or status == (joint == "&&")
+
+
+def training_words(text: str, where: str = "script") -> list[str]:
     """Return the words behind the Python file of the last command of a script; else none.
 
     A text that begins with a flag is such words itself. torchrun's --nproc_per_node and
-    --nnodes come first.
+    --nnodes come first. Raises ConfigError for words that cannot be known.
     """
     values: Values = {}
     branches = _Branches()
+    regions = _Regions()
     training: list[str] = []
-    for words in _commands(text):
+    status = True  # whether the last command succeeded
+    for joint, words in _commands(_HEREDOC.sub(r"\3", text)):
+        if regions.holds(words):
+            if not any(branches.skipped):
+                values.update({name: [_marked(name)] for name in _assigned_in_region(words)})
+                training = _run(words, dict(values)) or training
+            continue
         command = branches.enter(words, values)
-        if command and not any(branches.skipped):
+        if not command or any(branches.skipped) or not _is_run(joint, status):
+            continue
+        if command[0] in ("[", "[[", "test"):
+            status = _holds(" ".join(command).removeprefix("test "), values)
+        else:
+            status = True
             training = _run(command, values) or training
+    _check_certain(training, where)
     return training
+
+
+def _marked(name: str) -> str:
+    return f"{_MARK}{name}{_MARK}"
+
+
+def _check_certain(words: list[str], where: str) -> None:
+    for word in words:
+        if _MARK in word:
+            name = word.split(_MARK)[1]
+            allowed = (
+                "a value that the script gives by assignments outside of loops, cases and "
+                "functions: put the arguments themselves in a file"
+            )
+            raise ConfigError(f"{where}: {name}", "uncertain", allowed)
 
 
 def _run(words: list[str], values: Values) -> list[str]:
@@ -82,9 +154,12 @@ def _run(words: list[str], values: Values) -> list[str]:
     rest = [*words]
     while rest and rest[0] in _RESERVED:
         rest.pop(0)
+    assigned = []
     while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
-        _assign(match[1], match[2], match[3], values)
+        assigned.append(match)
         rest.pop(0)
+    for match in () if rest else assigned:  # else they are the command's alone
+        _assign(match[1], match[2], match[3], values)
     expanded = [part for word in rest for part in _parts(word, values)]
     if len(expanded) > _MAX_WORDS:
         raise ConfigError("file", f"{len(expanded)} words", f"at most {_MAX_WORDS}")
@@ -154,6 +229,8 @@ def _substituted(text: str, values: Values, depth: int = 0) -> str:
     def value_of(match: re.Match[str]) -> str:
         if match["sum"] is not None:
             return _sum(_substituted(match["sum"], values, depth + 1), values)
+        if match["other"] is not None:
+            return _marked(match[0].replace(_MARK, ""))
         name = match["name"] or match["plain"]
         if name is None:
             return ""  # the output of a command
@@ -168,6 +245,8 @@ def _substituted(text: str, values: Values, depth: int = 0) -> str:
 
 def _sum(text: str, values: Values) -> str:
     """Return a whole-number expression; "" for any other."""
+    if _MARK in text or "?" in text:
+        return _marked(text.replace(_MARK, "").strip())
     text = re.sub(r"[A-Za-z_]\w*", lambda match: (values.get(match[0]) or [""])[0], text)
     try:
         return str(_value(ast.parse(text[:_MAX_SUM].strip(), mode="eval").body))
@@ -199,6 +278,7 @@ def _holds(test: str, values: Values) -> bool:
         for word in _split(test.strip().strip(";"))
         if word not in ("[", "[[", "]", "]]")
     ]
+    _check_certain(words, "a test")
     is_not = bool(words) and words[0] == "!"
     words = words[is_not:]
     result = False
@@ -225,23 +305,27 @@ _COMPARE = {
 }
 
 
-def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command, with their quotes; comments are left out."""
+def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the words of each command, with their quotes, and what joins it to the last one.
+
+    Comments are left out; the tests of an `if` are one command.
+    """
     words: list[str] = []
+    joint = ""
     for word in _lexed(text):
-        if word in ("\n", ";", "&&", "||", "|", "&") and not (
-            words and words[0] in ("if", "elif")
-        ):
+        if word in _SEPARATORS and not (words and words[0] in ("if", "elif")):
             if words:
-                yield words
+                yield joint, words
+            if words or word != "\n":  # a line may end in && or ||
+                joint = word
             words = []
         elif word in ("\n", ";", "then") and words:
-            yield words
-            words = []
+            yield joint, words
+            joint, words = word, []
         elif word != "\n":
             words.append(word)
     if words:
-        yield words
+        yield joint, words
 
 
 def _split(text: str) -> list[str]:

@@ -31,6 +31,7 @@ class Entry:
     unmodelled: str = ""
     refused: str = ""
     off: tuple[str, ...] = ()  # more values that switch it off
+    asks: bool = False  # a flag must give it where the file leaves it open
 
 
 def same(*names: str) -> dict[str, Entry]:
@@ -63,7 +64,8 @@ class Translation:
     """A file as options of ours. origin: the key and value that each is from.
 
     defaults: options that are the framework's default, not the file's. notes: keys without
-    effect, and what the step lacks.
+    effect, and what the step lacks. asked: options that the file leaves to a flag, with the
+    key and value that do. fixed: options that the file's other options depend on.
     """
 
     framework: str
@@ -71,6 +73,8 @@ class Translation:
     origin: Mapping[str, tuple[str, str]]
     defaults: Options = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    asked: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    fixed: Options = field(default_factory=dict)
 
     def with_options(self, options: Options) -> "Translation":
         return replace(self, options=self.options | options)
@@ -86,7 +90,9 @@ class Table:
 
     prepare: joins keys that mean one option together, before they are looked up; complete:
     its inverse, after options are written. implied: options that others of a file imply.
-    has_flags: a switch is on where it is given, and has no value.
+    has_flags: a switch is on where it is given, and has no value. open: a value that leaves
+    an option open, and why. fixed: options, with the framework's defaults, that a flag cannot
+    change, as others of the file depend on them.
     """
 
     framework: str
@@ -96,6 +102,8 @@ class Table:
     complete: Callable[[Keys], Keys] = _as_is
     implied: tuple[str, ...] = ()
     has_flags: bool = False
+    open: tuple[str, str] = ("", "")
+    fixed: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, keys: Keys, where: str) -> Translation:
         """Return the keys as options. where: the file. Raises ConfigError."""
@@ -103,6 +111,7 @@ class Table:
         origin: dict[str, tuple[str, str]] = {}
         idle: dict[str, list[str]] = {}
         lacks: dict[str, list[str]] = {}
+        asked: dict[str, tuple[str, str]] = {}
         prepared = self.prepare(dict(keys))
         # A refusal says more than a key that is unknown because of what is refused.
         for key, value in prepared.items():
@@ -111,7 +120,12 @@ class Table:
                 raise ConfigError(f"{where}: {key}", value, refusal.refused)
         for key, value in prepared.items():
             entry = self._entry(key, value, where)
-            if entry.option:
+            if entry.option and value and value == self.open[0]:
+                if entry.asks:
+                    asked[entry.option] = key, value
+                else:
+                    lacks.setdefault(self.open[1], []).append(key)
+            elif entry.option:
                 options[entry.option] = _ours(entry, f"{where}: {key}", value)
                 origin[entry.option] = key, value
             elif entry.no_effect:
@@ -136,6 +150,8 @@ class Table:
             origin=origin,
             defaults=defaults,
             notes=tuple(notes),
+            asked=asked,
+            fixed={name: options.get(name, text) for name, text in self.fixed.items()},
         )
 
     def value_of(self, key: str, value: str) -> str:

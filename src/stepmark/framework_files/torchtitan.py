@@ -119,8 +119,16 @@ _RENAMED = {
         "quantize.linear.float8.enable_fsdp_float8_all_gather"
     ),
     "float8.recipe_name": "quantize.linear.float8.recipe_name",
+    "float8.filter_fqns": "quantize.linear.float8.filter_fqns",
+    "mx.filter_fqns": "quantize.linear.mx.filter_fqns",
     "mx.recipe_name": "quantize.linear.mx.recipe_name",
 }
+# Older layouts give the number of micro-batches, else it is the number of stages.
+_OLDER_PP = ("training.pipeline_parallel_degree", "experimental.pipeline_parallel_degree")
+_OLDER_COUNTS = (
+    "experimental.pipeline_parallel_microbatches",
+    "parallelism.pipeline_parallel_microbatches",
+)
 _MODE = "activation_checkpoint.mode"
 _EVERY = "activation_checkpoint.selective_ac_option"
 _PP = "parallelism.pipeline_parallel_degree"
@@ -129,6 +137,10 @@ _MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
 _LAYERS_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _BATCH = "training.local_batch_size"
 _CONVERTERS = "model.converters"
+_FILTERS = {
+    "float8": "quantize.linear.float8.filter_fqns",
+    "mx": "quantize.linear.mx.filter_fqns",
+}
 _FLOAT8_GATHER = "quantize.linear.float8.enable_fsdp_float8_all_gather"
 # Keys that are not torchtitan's: `_prepare` makes them of others, `_complete` the others.
 _SCOPE = "compile.scope"
@@ -235,13 +247,12 @@ _IDLE = {
         activation_checkpoint.early_stop model.norm_type
         parallelism.pipeline_parallel_expert_parallel_overlap
         quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
-        quantize.linear.float8.filter_fqns quantize.linear.mx.filter_fqns
         quantize.grouped_mm.float8.fqns quantize.grouped_mm.mx.fqns
         quantize.grouped_mm.mx.recipe_name quantize.linear.mx.recipe_name
-        float8.precompute_float8_dynamic_scale_for_fsdp float8.filter_fqns
+        float8.precompute_float8_dynamic_scale_for_fsdp
         float8.force_recompute_fp8_weight_in_bwd float8.scaling_type_input
         float8.scaling_type_weight float8.scaling_type_grad_output float8.moe_fqns_prototype
-        mx.filter_fqns mx.use_fp8_dim1_cast_triton_kernel
+        mx.use_fp8_dim1_cast_triton_kernel
         mx.mxfp8_dim1_cast_kernel_choice mx.moe_fqns_prototype
         """,
     ),
@@ -277,6 +288,14 @@ _IDLE = {
         quantize.linear.float8.emulate float8.emulate
         """,
     ),
+    **{
+        name: Entry(refused='["output"] or []: other layers that stay in bf16 are not modelled')
+        for name in _FILTERS.values()
+    },
+    "output layer": Entry(unmodelled="its product is in bf16, not narrow as the others"),
+    "converters of a model with experts": Entry(
+        refused="left out: experts' products stay in bf16, which is not modelled beside others"
+    ),
     "model.name": Entry(
         refused=f"one of {', '.join(_FAMILIES)}: this family of models is not modelled"
     ),
@@ -295,8 +314,11 @@ _IDLE = {
 
 def _prepare(keys: Keys) -> Keys:
     """Join keys that mean one option, and give the older layout's their newer names."""
-    if "training.compile" in keys:  # when the loss was never compiled
-        keys["compile.components"] = "model"
+    keys = {name: value for name, value in keys.items() if value != "{}"}
+    if "training.compile" in keys:  # the loss is compiled since May 2025
+        is_newer = any(name.startswith("parallelism.") for name in keys)
+        keys["compile.components"] = "model,loss" if is_newer else "model"
+    _prepare_microbatches(keys)
     keys = {_RENAMED.get(name, name): value for name, value in keys.items()}
     for name in ("parallelism.data_parallel_shard_degree", "training.global_batch_size"):
         if keys.get(name) == "-1":
@@ -352,11 +374,42 @@ def _prepare_compile(keys: Keys) -> None:
     ) not in ("", "false"):
         words.add("float8")
     words = {word.removeprefix("quantize.linear.") for word in words}
-    words = {word for word in words if not word.startswith("quantize.grouped_mm")}
     if words:
         keys[_CONVERTERS] = ",".join(sorted(words))
+        if _has_experts(keys):
+            keys["converters of a model with experts"] = keys[_CONVERTERS]
+    for converter, name in _FILTERS.items():
+        default = "[]" if converter == "float8" else "output"
+        if keys.get(_CONVERTERS) != converter:
+            keys.pop(name, None)
+        elif keys.get(name, default) == "[]":
+            keys["output layer"] = "narrow"
+        elif keys.get(name) == "output":  # which is what is modelled
+            del keys[name]
     if keys.get(_CONVERTERS) != "float8":
         keys.pop(_FLOAT8_GATHER, None)
+
+
+def _has_experts(keys: Keys) -> bool:
+    name = keys.get("model.flavor", "")
+    is_built_in = name in _BUILT_IN.values()
+    return "flavor.num_experts" in keys or (is_built_in and find_model(name).moe is not None)
+
+
+def _prepare_microbatches(keys: Keys) -> None:
+    """Replace the number of micro-batches of older layouts by their size."""
+    is_older = any(name in keys for name in (*_OLDER_PP, *_OLDER_COUNTS))
+    counts = [keys.pop(name, "") for name in _OLDER_COUNTS]
+    degree = next((keys[name] for name in (*_OLDER_PP, _PP) if name in keys), "1")
+    if not is_older or degree == "1":
+        return
+    count = next((each for each in counts if each not in ("", "null", "-1")), degree)
+    batch = keys.get("training.batch_size", keys.get(_BATCH, "8"))
+    if not (batch.isdecimal() and count.isdecimal() and int(count)) or int(batch) % int(count):
+        raise ConfigError(
+            _OLDER_COUNTS[0], count, f"a divisor of the batch of a pass ({batch} sequences)"
+        )
+    keys[_MICRO_BATCH] = str(int(batch) // int(count))
 
 
 def _prepare_pipeline(keys: Keys) -> None:
@@ -408,6 +461,11 @@ def _complete(keys: Keys) -> Keys:
     is_sharded = "parallelism.data_parallel_shard_degree" in keys or _CP in keys
     if (dtype := keys.get(_PARAM_DTYPE)) and not is_sharded:
         raise ConfigError("param-dtype", dtype, "left out: torchtitan shards such weights")
+    if name := _FILTERS.get(keys.get(_CONVERTERS, "")):
+        keys[name] = "output"
+        if "num_experts" in widths:
+            allowed = "left out: torchtitan's experts stay in bf16"
+            raise ConfigError("precision", keys[_CONVERTERS], allowed)
     if keys.get("training.max_norm"):
         keys["training.max_norm"] = "1.0" if keys["training.max_norm"] == "True" else "0"
     pp = int(keys.get(_PP, "1"))
@@ -435,7 +493,7 @@ def _flavor(widths: Options) -> tuple[str, str]:
 
 
 _NUMBERS = ("true", "false")
-_LISTS = ("compile.components", _CONVERTERS)
+_LISTS = ("compile.components", _CONVERTERS, *_FILTERS.values())
 
 
 def toml(keys: Keys) -> str:
@@ -463,4 +521,5 @@ TABLE = Table(
     prepare=_prepare,
     complete=_complete,
     implied=("world_size", "model", "model_name"),
+    fixed={"pp": "1"},
 )

@@ -20,7 +20,10 @@ from stepmark.workloads.rules import RULES, find_rule
 from stepmark.workloads.workload_options import GenerateOptions
 
 ARCHITECTURE = frozenset(NAMES)
-_PRECISION = ("fp8_format", "fp8_recipe", "fp4_format", "fp4_recipe", "fp8_param_gather")
+_PRECISION = (
+    *("fp8_format", "fp8_recipe", "fp4_format", "fp4_recipe"),
+    *("fp8_param_gather", "fp8_all_gather"),
+)
 
 
 def read(path: str) -> Translation:
@@ -51,12 +54,13 @@ def framework_of(options: GenerateOptions, file: Translation | None) -> str:
 def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
     """Return the options with those of the file that are not given. Raises ConfigError."""
     framework = framework_of(options, file)
+    _check_flags(options, file)
     values = dict(file.options)
     defaults = dict(file.defaults)
     if options.model or options.model_size or "num_layers" not in values:
         values = {name: text for name, text in values.items() if name not in ARCHITECTURE}
         defaults = {name: text for name, text in defaults.items() if name not in ARCHITECTURE}
-    if options.precision:
+    if options.precision and str(options.precision) != values.get("precision"):
         values = {name: text for name, text in values.items() if name not in _PRECISION}
     accumulated = values.pop("grad_accum", "")
     texts = {
@@ -67,8 +71,9 @@ def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
     of_file = build(type(options), texts)
     changes: dict[str, Any] = {name: getattr(of_file, name) for name in texts}
     merged = replace(options, framework=framework, **changes)
-    if accumulated and merged.gbs is None:
-        merged = replace(merged, gbs=_global_batch(merged, accumulated))
+    if accumulated:
+        has_batch = options.mbs is not None or options.gbs is not None
+        merged = _accumulated(merged, accumulated, has_batch=has_batch)
     if "num_layers" in texts and not merged.model_name:
         merged = replace(merged, model_name=Path(str(options.config)).stem)
     if merged.hidden_size and not (merged.model or merged.model_size or merged.vocab_size):
@@ -77,15 +82,45 @@ def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
     return merged
 
 
-def _global_batch(options: GenerateOptions, accumulated: str) -> int:
-    """Return the sequences of a step of so many micro-batches. Raises ConfigError."""
+def _check_flags(options: GenerateOptions, file: Translation) -> None:
+    """Raise ConfigError for a flag that the file needs, or that it cannot be with."""
+    for name, (key, value) in file.asked.items():
+        if getattr(options, name) is None:
+            allowed = f"left to a trainer: give --{name.replace('_', '-')}"
+            raise ConfigError(f"{options.config}: {key}", value, allowed)
+    for name, own in file.fixed.items():
+        given = getattr(options, name)
+        if given is not None and str(given) != own and options.mbs is None:
+            allowed = f"{own}, by which {options.config} divides its batch, or given with --mbs"
+            raise ConfigError(name, given, allowed)
+
+
+def _accumulated(
+    options: GenerateOptions, accumulated: str, *, has_batch: bool
+) -> GenerateOptions:
+    """Return the options with a step of so many micro-batches. Raises ConfigError.
+
+    has_batch: flags give a batch, and win over the number of micro-batches.
+    """
     if not accumulated.isdecimal() or not 1 <= int(accumulated) <= 2**20:
         raise ConfigError("gradient_accumulation_steps", accumulated, "a number from 1")
     axes = [getattr(options, name) or 1 for name in ("tp", "pp", "cp")]
     data_axes = (options.dp_shard or 1) * (options.dp_replicate or 1)
     world_size = options.world_size
     data_ranks = world_size // math.prod(axes) if world_size else data_axes
-    return (options.mbs or 1) * int(accumulated) * max(1, data_ranks)
+    num_batches = int(accumulated) * max(1, data_ranks)
+    if options.gbs is None:
+        return replace(options, gbs=(options.mbs or 1) * num_batches)
+    if options.mbs is None:
+        mbs, rest = divmod(options.gbs, num_batches)
+        if rest or not mbs:
+            allowed = f"a multiple of {accumulated} micro-batches of {max(1, data_ranks)} ranks"
+            raise ConfigError("gbs", options.gbs, allowed)
+        return replace(options, mbs=mbs)
+    if not has_batch and options.mbs * num_batches != options.gbs:
+        allowed = f"{options.mbs} x {accumulated} micro-batches x {max(1, data_ranks)} ranks"
+        raise ConfigError("gbs", options.gbs, allowed)
+    return options
 
 
 @contextlib.contextmanager
