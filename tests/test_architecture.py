@@ -36,7 +36,7 @@ MAX_FUNCTION = 60
 # and 150 for what these ask for or refuse;
 # 730 for training logs of eight trainers; 220 for contention by data sheet and a trainer's
 # kernels, and parts of programs that are simulated once.
-MAX_STATEMENTS = 63_150
+MAX_STATEMENTS = 63_400
 
 # Names that say nothing of what a file holds.
 NAMELESS = {"utils", "util", "common", "helpers", "base", "misc"}

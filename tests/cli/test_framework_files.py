@@ -63,8 +63,8 @@ def test_generate_convert_and_read_again(capsys: pytest.CaptureFixture[str]) -> 
     [
         (("predict", "EXAMPLE", "--framework", "megatron"), "framework megatron is invalid"),
         (("predict", "EXAMPLE", "zero.json"), "one model and one framework's file"),
-        (("predict", "--framework", "megatron", "--bf16"), "it is Megatron-LM's"),
-        (("workload", "generate", "--group-query-attention"), "it is Megatron-LM's"),
+        (("predict", "EXAMPLE", "--bf16"), "only with --framework megatron"),
+        (("workload", "generate", "--group-query-attention"), "--num-query-groups N is enough"),
         (("workload", "generate", "--config", "none.toml"), "a file that exists"),
     ],
 )

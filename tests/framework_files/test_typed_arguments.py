@@ -3,7 +3,7 @@
 import pytest
 
 from stepmark.cli.main import status
-from stepmark.framework_files import megatron
+from stepmark.framework_files import megatron, typed_arguments
 from stepmark.ground.errors import ConfigError
 
 GENERATE = "workload generate --model llama-3.1-8b --num-layers 4 --world-size 4 --gbs 8"
@@ -82,12 +82,12 @@ def test_each_argument_is_an_option_or_is_refused_by_its_name() -> None:
     for argument, entry in megatron.TABLE.entries.items():
         if not entry.option:
             with pytest.raises(ConfigError, match=f"^--{argument} is invalid"):
-                megatron.typed_option(argument, "true")
+                typed_arguments.typed_option(argument, "true")
             continue
         num_options += 1
         value = next(iter(entry.values), "2")
         expected = entry.option, entry.values.get(value, value)
         if argument == "moe-layer-freq":
             value, expected = "[0]*2+[1]*6", (entry.option, "2")
-        assert megatron.typed_option(argument, value) == expected
+        assert typed_arguments.typed_option(argument, value) == expected
     assert num_options > 70

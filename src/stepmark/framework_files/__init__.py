@@ -4,6 +4,7 @@
 - configuration.py: the kinds of files, told by content.
 - architecture.py: the widths of a model as options.
 - megatron.py, shell.py: Megatron-LM's arguments; the words of a shell script.
+- typed_arguments.py: Megatron-LM's arguments beside options of ours.
 - layer_frequency.py: which layers have experts, in Megatron-LM's words.
 - vocabulary.py: the size of the vocabulary, in Megatron-LM's words.
 - nemo.py: YAML of NeMo and Megatron-Bridge.

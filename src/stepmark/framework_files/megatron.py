@@ -566,13 +566,13 @@ _REFUSED = {
     **refused("left out: name the YAML file itself", "yaml-cfg"),
 }
 # Keys that `prepare` joins into others.
-_VPP = "num-layers-per-virtual-pipeline-stage"
-_JOINED = (
+VPP = "num-layers-per-virtual-pipeline-stage"
+JOINED = (
     *("bf16", "fp16", "group-query-attention", "multi-latent-attention", "nnodes"),
     *(
         "checkpoint-activations",
         "nproc_per_node",
-        _VPP,
+        VPP,
         "recompute-activations",
     ),
     *("use-rotary-position-embeddings", "padded-vocab-size"),
@@ -581,50 +581,7 @@ _JOINED = (
 
 def known_names() -> set[str]:
     """Return the names of all arguments that are known, with their dashes."""
-    return {f"--{name}" for name in (*TABLE.entries, *_JOINED)}
-
-
-# Arguments that are an option of ours whatever else is typed, with its value.
-_TYPED = {
-    "bf16": ("dtype", "bf16"),
-    "fp16": ("dtype", "fp16"),
-    "recompute-activations": ("recompute_granularity", "selective"),
-    "checkpoint-activations": ("recompute_granularity", "full"),
-    "use-rotary-position-embeddings": ("max_positions", "0"),
-}
-# What is typed instead of others.
-_INSTEAD = {
-    _VPP: "written as --virtual-pipeline-model-parallel-size N, chunks of a stage",
-    "group-query-attention": "left out: --num-query-groups N is enough",
-}
-
-
-def typed_option(name: str, value: str) -> tuple[str, str]:
-    """Return an argument that is typed beside options of ours as one of these.
-
-    Megatron-LM's defaults of what is not typed do not hold. Raises ConfigError.
-    """
-    if name in _TYPED:
-        return _TYPED[name]
-    entry = TABLE.entries.get(name, Entry())
-    if entry.option:
-        text = dense_layers(value) if name == "moe-layer-freq" else value
-        return entry.option, TABLE.value_of(name, text)
-    if name in _JOINED:
-        allowed = _INSTEAD.get(name, "in a file with the model's other arguments (--config)")
-    elif entry.refused:
-        allowed = f"left out here; in a file (--config) it must be {entry.refused}"
-    elif entry.unmodelled:
-        allowed = f"left out: {entry.unmodelled}"
-    else:
-        allowed = f"left out, as it has no effect on time and memory ({entry.no_effect})"
-    raise ConfigError(f"--{name}", "given", allowed)
-
-
-def takes_value(name: str) -> bool:
-    """Return whether an argument that is an option of ours has a value."""
-    entry = TABLE.entries.get(name, Entry())
-    return name not in _JOINED and bool(entry.option) and entry.values not in (ON, OFF)
+    return {f"--{name}" for name in (*TABLE.entries, *JOINED)}
 
 
 def keys_of_words(words: list[str], where: str) -> Keys:
@@ -675,21 +632,21 @@ def _prepare(keys: Keys) -> Keys:
 
 def _is_absent(name: str, value: str) -> bool:
     """Return whether a switch of a YAML file is off, which is as if it were not there."""
-    is_switch = name in _JOINED or TABLE.entries.get(name, Entry()).values in (ON, OFF)
+    is_switch = name in JOINED or TABLE.entries.get(name, Entry()).values in (ON, OFF)
     return value in ("false", "null") and (is_switch or value == "null")
 
 
 def _prepare_pipeline(keys: Keys) -> None:
-    layers = keys.pop(_VPP, "")
+    layers = keys.pop(VPP, "")
     if layers:
         pp = keys.get("pipeline-model-parallel-size", "1")
         total = keys.get("num-layers", "")
         if not all(map(str.isdecimal, (layers, pp, total))) or not int(layers) * int(pp):
-            raise ConfigError(_VPP, layers, "only with --num-layers")
+            raise ConfigError(VPP, layers, "only with --num-layers")
         chunks, rest = divmod(int(total), int(pp) * int(layers))
         if rest:
             allowed = f"a number that divides the {total} layers by {pp} stages"
-            raise ConfigError(_VPP, layers, allowed)
+            raise ConfigError(VPP, layers, allowed)
         keys.setdefault("num-virtual-stages-per-pipeline-rank", str(chunks))
 
 

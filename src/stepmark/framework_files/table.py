@@ -64,7 +64,7 @@ class Translation:
     """A file as options of ours. origin: the key and value that each is from.
 
     defaults: options that are the framework's default, not the file's. notes: keys without
-    effect, and what the step lacks. asked: options that the file leaves to a flag, with the
+    effect, and what the step lacks. requested: options that the file leaves to a flag, with the
     key and value that do. fixed: options that the file's other options depend on.
     """
 
@@ -73,7 +73,7 @@ class Translation:
     origin: Mapping[str, tuple[str, str]]
     defaults: Options = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    asked: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    requested: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     fixed: Options = field(default_factory=dict)
 
     def with_options(self, options: Options) -> "Translation":
@@ -111,7 +111,7 @@ class Table:
         origin: dict[str, tuple[str, str]] = {}
         idle: dict[str, list[str]] = {}
         lacks: dict[str, list[str]] = {}
-        asked: dict[str, tuple[str, str]] = {}
+        requested: dict[str, tuple[str, str]] = {}
         prepared = self.prepare(dict(keys))
         # A refusal says more than a key that is unknown because of what is refused.
         for key, value in prepared.items():
@@ -122,7 +122,7 @@ class Table:
             entry = self._entry(key, value, where)
             if entry.option and value and value == self.open[0]:
                 if entry.asks:
-                    asked[entry.option] = key, value
+                    requested[entry.option] = key, value
                 else:
                     lacks.setdefault(self.open[1], []).append(key)
             elif entry.option:
@@ -150,7 +150,7 @@ class Table:
             origin=origin,
             defaults=defaults,
             notes=tuple(notes),
-            asked=asked,
+            requested=requested,
             fixed={name: options.get(name, text) for name, text in self.fixed.items()},
         )
 

@@ -84,7 +84,7 @@ def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
 
 def _check_flags(options: GenerateOptions, file: Translation) -> None:
     """Raise ConfigError for a flag that the file needs, or that it cannot be with."""
-    for name, (key, value) in file.asked.items():
+    for name, (key, value) in file.requested.items():
         if getattr(options, name) is None:
             allowed = f"left to a trainer: give --{name.replace('_', '-')}"
             raise ConfigError(f"{options.config}: {key}", value, allowed)

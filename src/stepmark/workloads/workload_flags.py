@@ -157,7 +157,7 @@ def without_arguments(
     known: our spellings. Returns the other words, and the argument and text of options by their
     names. Raises ConfigError.
     """
-    from stepmark.framework_files import megatron  # noqa: PLC0415 - 5 ms
+    from stepmark.framework_files import megatron, typed_arguments  # noqa: PLC0415 - 5 ms
 
     names = megatron.known_names() - {*known}
     rest: list[str] = []
@@ -170,9 +170,9 @@ def without_arguments(
             continue
         argument = name.removeprefix("--")
         if not is_:
-            takes_value = megatron.takes_value(argument)
+            takes_value = typed_arguments.takes_value(argument)
             value = next(coming, "") if takes_value else "true"
-        option, text = megatron.typed_option(argument, value)
+        option, text = typed_arguments.typed_option(argument, value)
         other, before = options.setdefault(option, (name, text))
         if before != text:
             raise ConfigError(name, "given", f"left out with {other}")
