@@ -47,7 +47,7 @@ def headline(log: TrainingLog, steady: SteadyState) -> str:
     """Return the answer: the time of a step or a rate, its noise, throughput and outliers."""
     what = "of one line" if steady.num_lines == 1 else f"median of {steady.num_lines} lines"
     if steady.num_steps != steady.num_lines:
-        what += f", {steady.num_steps} steps,"
+        what += f" and {steady.num_steps} steps"
     if steady.is_steady and steady.doubt and not steady.speeds:
         what += ", warm-up unknown"
     elif steady.is_steady:
