@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.job_logs.training_lines import (
     BATCH,
@@ -298,6 +298,7 @@ def test_a_restart_leaves_the_last_start(tmp_path: Path) -> None:
     assert [own.number for own in log.restarts] == [21]
 
 
+@example(starts=[(1, 1, 16), (1, 1, 16), (3, 1, 16), (1, 1, 16)])
 @given(
     starts=st.lists(
         st.tuples(st.integers(1, 12), st.integers(0, 3), st.sampled_from((16, 64))), max_size=5

@@ -43,7 +43,7 @@ def starts_of(
     has_head = [False, *(before != after for before, after in pairwise(places))]
     most = max(_FEWEST_RESTARTS, _MOST_RESTARTS * len(steps))
     _check_order(path, steps, has_head, most)
-    has_ranks = _has_ranks(path, steps, most)
+    has_ranks = _has_ranks(path, steps, has_head, most)
     starts: list[Start] = []
     for place, step in enumerate(steps):
         before = steps[place - 1] if place else None
@@ -123,10 +123,14 @@ def _check_order(
         raise ConfigError("file", path, allowed)
 
 
-def _has_ranks(path: Path, steps: Sequence[LoggedStep], most: float) -> bool:
+def _has_ranks(
+    path: Path, steps: Sequence[LoggedStep], has_head: Sequence[bool], most: float
+) -> bool:
     """Return whether ranks without a tag log the same steps. Raises ConfigError for jobs."""
     again = [
-        _differs(before, after) for before, after in pairwise(steps) if _is_again(before, after)
+        _differs(before, after)
+        for (before, after), is_head in zip(pairwise(steps), has_head[1:], strict=True)
+        if not is_head and _is_again(before, after)
     ]
     if len(again) <= most:
         return False
