@@ -47,24 +47,24 @@ class _Branches:
     """The open `if`s of a script: whether the current branch of each is left out."""
 
     skipped: list[bool] = field(default_factory=list)
-    taken: list[bool] = field(default_factory=list)  # whether a branch was taken
+    matched: list[bool] = field(default_factory=list)  # whether a branch ran
 
     def enter(self, words: list[str], values: Values) -> list[str]:
         """Return the command of words that may begin or end a branch; [] for none."""
         first = words[0]
         if first == "if":
             self.skipped.append(True)
-            self.taken.append(False)
+            self.matched.append(False)
         if first in ("if", "elif") and self.skipped:
-            is_open = not any(self.skipped[:-1]) and not self.taken[-1]
+            is_open = not any(self.skipped[:-1]) and not self.matched[-1]
             holds = is_open and _is_true(words[1:], values)
             self.skipped[-1] = not holds
-            self.taken[-1] = self.taken[-1] or holds
+            self.matched[-1] = self.matched[-1] or holds
         elif first == "else" and self.skipped:
-            self.skipped[-1] = self.taken[-1]
+            self.skipped[-1] = self.matched[-1]
         elif first == "fi" and self.skipped:
             self.skipped.pop()
-            self.taken.pop()
+            self.matched.pop()
         if first in ("if", "elif", "fi"):
             return []
         return words[1:] if first in ("then", "else") else words

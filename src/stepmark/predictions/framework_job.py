@@ -70,7 +70,7 @@ def named_files(job: FrameworkJob) -> tuple[list[str], list[str]]:
 
 
 def file_notes(job: FrameworkJob) -> tuple[str, ...]:
-    """Return what is said of the keys of the framework's file. Raises ConfigError."""
+    """Return the notes on the keys of the framework's file. Raises ConfigError."""
     return tuple(
         note for name in named_files(job)[1] for note in configuration.read(name).notes
     )
