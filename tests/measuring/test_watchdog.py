@@ -3,8 +3,18 @@
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+
+from stepmark.cases.case import OpCase
+from stepmark.cases.plan import Plan
+from stepmark.cases.record import Failed, Record
+from stepmark.measuring import rank
+from stepmark.measuring.rank import Rank
+from stepmark.model.ops import Gemm
+
+from .fakes import entries
 
 pytestmark = pytest.mark.ranks
 
@@ -68,3 +78,21 @@ def test_it_ends_even_if_it_cannot_record() -> None:
 def test_nothing_ends_a_rank_that_is_done() -> None:
     done, _ = go("closed")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("gone", "cause"), [((1,), "lost rank"), ((), "timeout")])
+def test_a_hang_behind_a_death_is_a_lost_rank(
+    gone: tuple[int, ...], cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's SIGTERM cannot be handled by a rank that waits in C for the dead one."""
+    monkeypatch.setattr(rank, "Watchdog", lambda on_timeout: SimpleNamespace(first=0))
+    records: list[Record] = []
+    only = entries([OpCase(op=Gemm(m=1, n=1, k=1), backend="x", device="cpu")])
+    plan = Plan(command="op", device="cpu", world_size=2, options={}, entries=tuple(only))
+    one = Rank(plan, None, None, force=False)
+    monkeypatch.setattr(one, "_peers", SimpleNamespace(gone=gone, stopped=[]))
+    monkeypatch.setattr(one, "_progress", records.append)
+    one._on_timeout(0)
+    (record,) = records
+    assert isinstance(record, Failed)
+    assert (record.cause, record.ranks) == (cause, gone)

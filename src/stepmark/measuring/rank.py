@@ -356,10 +356,14 @@ class Rank:
         """Record a timeout; the watchdog's thread calls this while the main thread hangs."""
         if position is None:
             return
-        stopped = tuple(self._peers.stopped) if self._peers else ()
-        message = "took longer than --timeout"
-        message += f"; stopped (SIGSTOP): {ranks_text(stopped)}" if stopped else ""
-        self._record(position, "timeout", message, stopped)
+        gone, stopped = (self._peers.gone, self._peers.stopped) if self._peers else ((), [])
+        if gone:
+            # The launcher has said so by SIGTERM, which this rank, blocked in C, cannot take.
+            self._record(position, "lost rank", f"{ranks_text(gone)} ended", gone)
+        else:
+            message = "took longer than --timeout"
+            message += f"; stopped (SIGSTOP): {ranks_text(stopped)}" if stopped else ""
+            self._record(position, "timeout", message, tuple(stopped))
         if self._progress and self._run:
             self._progress.print_line(resume_hint(self._run))
 
