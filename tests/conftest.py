@@ -41,6 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that use ranks, and have one worker run all of them, from the start.
 
     Ranks of two such tests would wait for each other. The others stay together by file.
+    Where one of them fails it runs once more, and is reported as RERUN: it depends on when a
+    shared machine runs which of its processes. No other test gets a second run.
     """
     for path, of_file in itertools.groupby(items, key=lambda item: item.path):
         name = path.relative_to(TESTS).with_suffix("").as_posix()
@@ -49,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if has_ranks(item):
                 item.add_marker("ranks")
             is_of_ranks = item.get_closest_marker("ranks") is not None
+            if is_of_ranks or item.get_closest_marker("cluster"):
+                item.add_marker(pytest.mark.flaky(reruns=1))
             item.add_marker(pytest.mark.xdist_group("ranks") if is_of_ranks else group)
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
