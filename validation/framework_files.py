@@ -185,7 +185,7 @@ def refusal(row: dict[str, str], folder: Path) -> ConfigError | None:
         options["model"] = "llama-3.1-8b"
     elif "num_layers" in file.options and "vocab_size" not in file.options:
         options["vocab_size"] = 32000
-    options |= {name: _ANSWERS[name] for name in file.asked}
+    options |= {name: _ANSWERS[name] for name in file.requested}
     unit = 1
     for name in ("tp", "pp", "cp"):
         unit *= int(file.options.get(name, "1"))
