@@ -29,7 +29,6 @@ from stepmark.timeline.step_cost import Costs, OpCost
 
 _WAIT = OpCost(time_s={}, num_kernels=0.0)
 _FEWEST = 2  # items of a Region
-_INSIDE = -1  # an item that is inside of a Region
 
 
 class _Link(NamedTuple):
@@ -44,7 +43,12 @@ class _Link(NamedTuple):
 
 
 class _InsideError(Exception):
-    """An item waits for another inside of a Region."""
+    """An item waits for, or meets, another inside of this Region."""
+
+    def __init__(self, region: Segment | Call) -> None:
+        super().__init__()
+        assert isinstance(region, Region)
+        self.region = region
 
 
 class _Group:
@@ -122,11 +126,12 @@ class Compiler:
 
     def program(self, stage: int, items: Block, repeated: Run | None = None) -> Program:
         """Return a stage's step of these items. repeated: the one whose bounds are wanted."""
-        try:
-            return self._program(stage, items, repeated)
-        except _InsideError:
-            single = Compiler(self._workload, self._costs, self._clock, joins=False)
-            return single._program(stage, items, repeated)
+        while True:
+            try:
+                return self._program(stage, items, repeated)
+            except _InsideError as error:
+                if not self.open([error.region]):
+                    raise
 
     def _program(self, stage: int, items: Block, repeated: Run | None) -> Program:
         place = items.index(repeated) if repeated else len(items)
@@ -144,15 +149,14 @@ class Compiler:
 
     def open(self, works: Iterable[Segment | Call]) -> bool:
         """Open Regions, of which programs have the items from now on. Return whether any is."""
-        keys = {work.key for work in works if isinstance(work, Region)}
+        keys = {work.key for work in works if isinstance(work, Region)} - self._opened
         self._opened |= keys
         return bool(keys)
 
     def _open(self, placed: Iterable[Placed]) -> Iterator[Placed]:
         for work, layer, microbatch in placed:
             if isinstance(work, Region) and work.key in self._opened:
-                inside = ((own, layer + a, microbatch + b) for own, a, b in work.placed)
-                yield from self._open(inside)
+                yield from expanded((work, layer, microbatch))
             else:
                 yield work, layer, microbatch
 
@@ -199,7 +203,7 @@ class Compiler:
         """Return the items of a group, those until it could end as a Region."""
         if group.size < _FEWEST:
             return group.items
-        inside = group.items[: group.size]
+        inside = [*self._open(group.items[: group.size])]
         has_calls_beside = any(work.ops[0].stream != COMPUTE for work, _, _ in inside)
         if has_calls_beside:  # which may slow what is in a Region
             inside = [own for each in inside for own in expanded(each)]
@@ -258,12 +262,13 @@ class Compiler:
         parts = list[Part]()
         sent = received = inside = 0.0
         is_inside = False
+        sends_contend = self._costs.sends_contend
         for op in ops:
             group = workload.groups[op.group]
             time_s = self._costs.comm(op, group)
             if op.peer is not None:
                 if transfer := transfer_of(workload, stage, op):
-                    parts.append(Part(time_s, transfer, 2))
+                    parts.append(Part(time_s, transfer, 2, contends=sends_contend))
                     continue
                 if op.collective == SEND:
                     sent += time_s
@@ -276,7 +281,8 @@ class Compiler:
                 inside += time_s
             is_inside = True
         if is_inside:
-            parts.append(Part(inside + max(sent, received)))
+            contends = sends_contend or inside > 0.0
+            parts.append(Part(inside + max(sent, received), contends=contends))
         return Call(tuple(ops), tuple(parts), sum(map(self._costs.host_comm_s, ops)))
 
     def _parsed(self, text: str) -> tuple[str, int]:
@@ -307,7 +313,7 @@ class Compiler:
             numbers.setdefault(work.ops[0].stream, len(numbers)) for work, _, _ in placed
         ]
         deps: list[Collection[int]] = []
-        newest: dict[str, list[int]] = defaultdict(list)  # items by name
+        newest: dict[str, list[int]] = defaultdict(list)  # items by name; ~item: inside of it
         # Item, name, how many back from the step's end.
         earlier: list[tuple[int, str, int]] = []
         for index, (work, _, _) in enumerate(placed):
@@ -318,14 +324,14 @@ class Compiler:
                     if back >= len(items):
                         earlier.append((index, awaited, back - len(items)))
                     else:
-                        own.add(_visible(items[-1 - back]))
+                        own.add(_visible(items[-1 - back], placed))
                 if name:
-                    newest[name].append(_INSIDE if is_inside else index)
+                    newest[name].append(~index if is_inside else index)
             deps.append([dep for dep in own if streams[dep] != streams[index]] if own else ())
         next_dependents = defaultdict[int, list[int]](list)
         for index, name, back in earlier:
             if back < len(newest[name]):
-                dep = _visible(newest[name][-1 - back])
+                dep = _visible(newest[name][-1 - back], placed)
                 # The step begins when the computation before has ended.
                 if streams[dep] not in (0, streams[index]):
                     next_dependents[dep].append(index)
@@ -333,10 +339,10 @@ class Compiler:
         return Program(placed, streams, deps, next_dependents)
 
 
-def _visible(item: int) -> int:
+def _visible(item: int, placed: Sequence[Placed]) -> int:
     """Return an item. Raises _InsideError if it is inside of a Region."""
-    if item == _INSIDE:
-        raise _InsideError
+    if item < 0:
+        raise _InsideError(placed[~item][0])
     return item
 
 
@@ -358,7 +364,7 @@ def _check_streams(
         if stream:
             region = newest.get(stream, -1)
             if region >= 0 and all(dep < region or streams[dep] for dep in deps[index]):
-                raise _InsideError
+                raise _InsideError(placed[region][0])
             running[stream].append(index)
             continue
         for dep in deps[index]:
@@ -366,7 +372,8 @@ def _check_streams(
         if isinstance(work, Region):
             for own in work.streams & numbers.keys():
                 if running[numbers[own]]:
-                    raise _InsideError
+                    raise _InsideError(work)
                 newest[numbers[own]] = index
-    if any(running[stream] for stream in newest):
-        raise _InsideError  # one may meet a Region of the next step
+    for stream, region in newest.items():
+        if running[stream]:
+            raise _InsideError(placed[region][0])  # one may meet it in the next step

@@ -299,5 +299,7 @@ def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
         host_comm_s=host_s,
         compute_slowdown=inputs.compute_slowdown,
         comm_slowdown=inputs.comm_slowdown or 1.0,
+        # A send takes few of a device's units. Steps profiled for data sheets have none.
+        sends_contend=bool(inputs.calibration),
     )
     return costs, comm

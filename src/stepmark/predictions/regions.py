@@ -68,8 +68,8 @@ def met(lane: Lane, kind: type[Segment]) -> Iterator[Segment | Call]:
     )
     starts = [start for start, _, _ in times]
     for step in lane.steps:
-        for item, _ in program.calls:
-            if not program.streams[item] or math.isnan(step.starts[item]):
+        for item, call in program.calls:
+            if not (call.contends and program.streams[item]) or math.isnan(step.starts[item]):
                 continue
             moved = lane.moved.get((step.number, item), step.starts[item])
             last = bisect_left(starts, _end(step, item)) - 1  # that began before its end

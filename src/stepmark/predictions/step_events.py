@@ -53,6 +53,7 @@ class _Transfer:
     start: float
     since: float
     sides: "list[_Side]"
+    contends: bool
     slow: bool = False
     end: float = math.inf
 
@@ -343,8 +344,9 @@ class Simulator:
 
     def _transfer(self, sides: list[_Side]) -> None:
         time_s = max(side.part.time_s for side in sides)
-        transfer = _Transfer(time_s, self.now, self.now, sides)
-        transfer.slow = any(side.lane.is_computing for side in sides)
+        contends = any(side.part.contends for side in sides)
+        transfer = _Transfer(time_s, self.now, self.now, sides, contends)
+        transfer.slow = contends and any(side.lane.is_computing for side in sides)
         for side in sides:
             side.lane.moved.setdefault((side.step.number, side.item), self.now)
             side.lane.has_changed = True
@@ -380,7 +382,7 @@ class Simulator:
         if lane.is_computing is not (lane.num_computing > 0):
             lane.is_computing = not lane.is_computing
             for transfer in lane.transfers:
-                slow = any(side.lane.is_computing for side in transfer.sides)
+                slow = transfer.contends and any(s.lane.is_computing for s in transfer.sides)
                 if slow is not transfer.slow:
                     factor = self._comm_slowdown if transfer.slow else 1.0
                     transfer.left_s -= (self.now - transfer.since) / factor
@@ -390,7 +392,7 @@ class Simulator:
                     self._plan_transfer(transfer)
         if lane.has_changed:
             lane.has_changed = False
-            lane.is_sending = bool(lane.transfers)
+            lane.is_sending = any(transfer.contends for transfer in lane.transfers)
             for stream in lane.streams:
                 compute = stream.compute
                 if compute is not None and not compute.is_fixed:

@@ -160,11 +160,15 @@ def _mapped(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A transfer of a call. key: what a number of stages begin together; None: one stage's."""
+    """A transfer of a call. key: what a number of stages begin together; None: one stage's.
+
+    contends: it slows the computation beside it, which slows it.
+    """
 
     time_s: float
     key: object | None = None
     num_stages: int = 1
+    contends: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +186,10 @@ class Call:
     @property
     def named(self) -> tuple[CommOp, ...]:
         return self.ops
+
+    @property
+    def contends(self) -> bool:
+        return any(part.contends for part in self.parts)
 
 
 Placed = tuple[Segment | Call, int, int]  # layer and micro-batch to add

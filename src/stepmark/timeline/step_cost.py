@@ -48,7 +48,7 @@ class Costs:
     host_comm_s: in which the host issues one. gap_s: from the end of a kernel to the start of
     the next one that is launched already; gap: what this time is called. compute_slowdown,
     comm_slowdown: factors on the time of compute while a collective runs, and of a collective
-    while compute runs.
+    while compute runs. sends_contend: so it is with sends, too.
     """
 
     compute: Callable[[ComputeOp], OpCost]
@@ -58,6 +58,7 @@ class Costs:
     host_comm_s: Callable[[CommOp], float] = lambda _op: 0.0
     compute_slowdown: Mapping[Work, float] = field(default_factory=dict)  # missing: 1
     comm_slowdown: float = 1.0
+    sends_contend: bool = True
 
     @property
     def has_contention(self) -> bool:
