@@ -111,6 +111,17 @@ VERBS = {
         "Step time, memory, power of a configuration.",
         "stepmark.cli.predict:command",
     ),
+    "plan": Verb(
+        "Which layout should a model train with on N GPUs?",
+        "stepmark.layouts.plan:run",
+        "stepmark.layouts.plan_options:PlanOptions",
+        "Search the layouts of a model on a number of GPUs: the fastest that fits, and why.",
+        (
+            "plan llama-3.1-70b --gpus 256 --gbs 1024 --device h100-sxm --network dgx-h100",
+            "plan qwen3-30b-a3b --gpus 64 --gbs 512 --device h200 --framework pytorch",
+            "plan llama-3.1-8b --gpus 64,128,256 --gbs 512 --device h100-sxm --tokens 15T",
+        ),
+    ),
     "replay": Verb(
         "Run the messages of a workload file on real ranks.",
         "stepmark.replays.replay_verb:run",
@@ -201,7 +212,7 @@ VERBS = {
 TOPICS = {
     "Start": ("run", "doctor"),
     "Measure": ("op", "comm", "train", "calibrate", "replay", "sweep", "resume"),
-    "Predict": ("predict", "workload"),
+    "Predict": ("predict", "plan", "workload"),
     "Diagnose a job": ("trace", "logs", "watch"),
     "Compare and report": ("compare", "check", "report", "runs"),
     "Clusters and shells": ("launch", "completion"),

@@ -177,7 +177,7 @@ def predict(inputs: Inputs) -> Prediction:
     workload = inputs.workload
     file = inputs.file
     power = inputs.power
-    costs, comm = _costs(inputs)
+    costs, comm = costs_of(inputs)
     issued = file.issued if file else workload.issued()
     computed = total(issued, costs)
     step = simulate(workload, costs)
@@ -262,7 +262,7 @@ def _effects(
         yield f"{text} {clock.clock_hz / 1e6:.0f} MHz"
 
 
-def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
+def costs_of(inputs: Inputs) -> tuple[Costs, CommCosts]:
     """Return all costs, and the source of those of collectives."""
     cost_of = first_of(inputs.compute)
     comm = CommCosts(inputs.curves, inputs.network, inputs.num_ranks)

@@ -171,7 +171,7 @@ def predict_grid(
                 errors.append(error)
                 refused.append({**place, "reason": str(spell(error))})
                 continue
-            rows.append({**_row_of(prediction.figures()), **place})
+            rows.append({**row_of(prediction.figures()), **place})
             notes.update(dict.fromkeys(prediction.all_notes, 1))
     if not rows:
         raise errors[0]
@@ -202,7 +202,7 @@ def _check_device(name: str) -> None:
 _CHECKS: dict[str, Callable[[str], object]] = {"device": _check_device, "network": find_system}
 
 
-def _row_of(document: Mapping[str, Any]) -> Row:
+def row_of(document: Mapping[str, Any]) -> Row:
     """Return the row of a prediction. document: its figures."""
     memory = document["memory"] or {}
     interval = document["interval"] or {}

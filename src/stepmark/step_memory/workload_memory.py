@@ -71,10 +71,11 @@ def verdict(workload: Workload, device_bytes: int) -> Verdict:
     """Return whether the fullest rank fits on a device; close: into its last 8 %."""
     known = known_job(workload)
     assert known is not None
-    return _verdict(_module(workload), *known, device_bytes)
+    return verdict_of_job(_module(workload), *known, device_bytes)
 
 
-def _verdict(module: str, job: Job, settings: Any, device_bytes: int) -> Verdict:
+def verdict_of_job(module: str, job: Job, settings: Any, device_bytes: int) -> Verdict:
+    """Return whether the fullest rank of a job fits. Raises ConfigError."""
     fullest = of_job(module, job, settings)[0]
     if module == "pytorch":  # the replay's errors are measured
         from stepmark.step_memory import pytorch_memory  # noqa: PLC0415 - of this framework
@@ -105,7 +106,7 @@ def what_fits(workload: Workload, device_bytes: int) -> str:
         try:
             for change in chosen:
                 job, settings = change.apply(job, settings)
-            outcome = _verdict(module, job, settings, device_bytes)
+            outcome = verdict_of_job(module, job, settings, device_bytes)
         except ConfigError:  # the framework refuses it
             continue
         if outcome == FITS:

@@ -131,9 +131,8 @@ def _generated(options: GenerateOptions, typed: GenerateOptions | None = None) -
     """Return the workload. typed: the options without those of a framework's file."""
     framework = find_rule(options.framework or "megatron")
     rule = RULES[framework]
-    options = _with_precision(_translated(options, rule), rule)
-    settings = settings_of(framework, options)
     if not rule.has_job:
+        settings = settings_of(framework, options)
         # Generate the workload of no transformer, for which options of one are refused.
         workload_model.refuse(
             options,
@@ -142,13 +141,26 @@ def _generated(options: GenerateOptions, typed: GenerateOptions | None = None) -
             rule=f"it has no effect with {rule.module}",
         )
         return rule.workload(settings, options.world_size or 1)
-    job, notes = _job(options, framework, settings)
-    settings = rule.resolved(settings, job.parallel)
+    options = _translated(options, rule)
+    job, settings, notes = job_of(options)
     _check_effect(rule, settings, typed or options)
     workload = rule.workload(job, settings)
     idle = _idle_notes(options, rule, workload, job, settings)
     notes = (*notes, *_script_notes(options, rule), *workload.notes, *idle)
     return replace(workload, notes=notes)
+
+
+def job_of(options: GenerateOptions) -> tuple[AnyJob, Any, tuple[str, ...]]:
+    """Return the job of the flags, its framework's settings, and notes on defaults.
+
+    Raises ConfigError.
+    """
+    framework = find_rule(options.framework or "megatron")
+    rule = RULES[framework]
+    options = _with_precision(_translated(options, rule), rule)
+    settings = settings_of(framework, options)
+    job, notes = _job(options, framework, settings)
+    return job, rule.resolved(settings, job.parallel), notes
 
 
 def _check_effect(rule: Rule, settings: Any, options: GenerateOptions) -> None:

@@ -1,0 +1,92 @@
+"""A layout of a model on a number of GPUs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from stepmark.cases.training import Recompute
+from stepmark.model.parallel import ParallelConfig
+from stepmark.step.workload import Workload
+from stepmark.step_memory import workload_memory
+from stepmark.step_memory.rank_memory import RankMemory
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.megatron.settings import Granularity
+
+_MIXED_BYTES = 6  # of a parameter: weight in 16 bits, gradient in 32
+_FP32_BYTES = 4
+_STATE_BYTES = 12  # in 32 bits: weight and two moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout. options: those of `workload generate` that describe it."""
+
+    framework: str
+    job: Job
+    settings: Any
+    options: Mapping[str, Any]
+
+    @property
+    def is_megatron(self) -> bool:
+        return self.framework == "megatron"
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.job.parallel
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks of a stage."""
+        if self.is_megatron:
+            return int(self.settings.virtual_pipeline_model_parallel_size)
+        is_interleaved = self.settings.pp_schedule == "interleaved"
+        return int(self.settings.pp_stages) if is_interleaved else 1
+
+    def workload(self) -> Workload:
+        """Return the workload of a step. Raises ConfigError."""
+        return RULES[self.framework].workload(self.job, self.settings)
+
+    @cached_property
+    def memory(self) -> RankMemory:
+        """The memory of the fullest rank. Raises ConfigError."""
+        return workload_memory.of_job(self.framework, self.job, self.settings)[0]
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes that weights, gradients and optimizer of a rank need at least."""
+        model, axes = self.job.model, self.parallel
+        experts = 0.0
+        if model.moe:
+            of_others = model.layer_params(moe=True) - model.layer_params(moe=True, active=True)
+            share = model.moe.num_experts / max(1, model.moe.num_experts - model.moe.top_k)
+            experts = model.num_moe_layers * of_others * share
+        dense = (model.num_params - experts) / axes.tp
+        params = (dense + experts / axes.ep) / axes.pp
+        ranks = axes.gradient_ranks
+        if self.is_megatron:
+            return params * (_MIXED_BYTES + _STATE_BYTES / ranks)
+        return params * (_FP32_BYTES + _STATE_BYTES) * axes.dp_replicate / ranks
+
+    @property
+    def recompute(self) -> str:
+        """Layers that are recomputed, as a word."""
+        settings = self.settings
+        if not self.is_megatron:
+            some, every = settings.recompute_some, settings.recompute_every
+            is_part = settings.recompute is Recompute.BLOCKS
+            return f"{some}/{every}" if is_part else str(settings.recompute.value)
+        if settings.recompute_granularity is Granularity.NONE:
+            return "none"
+        is_block = settings.recompute_method == "block"
+        return f"{settings.recompute_num_layers}/chunk" if is_block else "full"
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of a device that the fullest rank needs. Raises ConfigError."""
+        return self.memory.reserved_bytes + workload_memory.OUTSIDE_BYTES
+
+    def with_job(self, job: Job, settings: Any) -> "Candidate":
+        """Return another layout of the same framework."""
+        return replace(self, job=job, settings=settings)

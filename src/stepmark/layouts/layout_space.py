@@ -1,0 +1,178 @@
+"""All layouts of a model on a number of GPUs that a framework accepts.
+
+Degrees are divisors of the GPUs; tensor parallelism stays inside a host, and pipelines have
+stages whose layers differ by one at most. The batch is the same for all.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepmark.ground.errors import ConfigError
+from stepmark.layouts.candidate import Candidate
+from stepmark.layouts.plan_options import BOTH, PlanOptions
+from stepmark.layouts.stage_costs import stages_of
+from stepmark.model.model import ModelConfig
+from stepmark.workloads import workload_flags
+from stepmark.workloads.job import Job
+from stepmark.workloads.models import read_models
+from stepmark.workloads.workload import job_of
+
+FRAMEWORKS = ("megatron", "pytorch")
+_MOST_STAGES = 64
+_MOST_CHUNKS = 8
+_MOST_EXPERT_RANKS = 64
+_MBS = (1, 2, 4, 8)
+_TOKENS_OF_CP = 8192  # of a sequence on a rank, from which cp divides it
+_LEAST_SHARDS = 8  # ranks that shard weights, if others have the same ones
+_REPLICAS = (1, 4, 16, 64)
+_SHARES = {"none": 0.0, "quarter": 0.25, "half": 0.5, "full": 1.0}
+_CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
+    "none": {"recompute": "none"},
+    "quarter": {"recompute": "blocks", "recompute_some": 1, "recompute_every": 4},
+    "half": {"recompute": "blocks", "recompute_some": 1, "recompute_every": 2},
+    "full": {"recompute": "full"},
+}
+
+
+@dataclass(kw_only=True)
+class LayoutSpace:
+    """Layouts for a number of GPUs. refused: reasons of those that no framework accepts."""
+
+    options: PlanOptions
+    num_gpus: int
+    gpus_per_host: int
+    refused: list[ConfigError] = field(default_factory=list)
+
+    def layouts(self) -> Iterator[Candidate]:
+        """Yield the layouts. Raises ConfigError for a wrong model."""
+        model = model_of(self.options)
+        chosen = self.options.framework
+        for framework in FRAMEWORKS if chosen == BOTH else (chosen,):
+            cls = workload_flags.options_class(framework, has_ignored=False)
+            of_framework = _of_megatron if framework == "megatron" else _of_pytorch
+            for axes in self._axes(model):
+                data_ranks = self.num_gpus // (axes["tp"] * axes["pp"] * axes["cp"])
+                for own in of_framework(self.options, model, axes, data_ranks):
+                    yield from self._accepted(framework, cls, {**axes, **own})
+
+    def _axes(self, model: ModelConfig) -> Iterator[dict[str, int]]:
+        """Yield degrees and micro-batches whose product divides the GPUs and the batch."""
+        options = self.options
+        divisors = [n for n in range(1, self.num_gpus + 1) if not self.num_gpus % n]
+        experts = model.moe.num_experts if model.moe else 1
+        degrees = (
+            options.tp or [n for n in divisors if n <= self.gpus_per_host],
+            options.pp or [n for n in divisors if n <= min(_MOST_STAGES, model.num_layers)],
+            options.cp or _powers(model.seq_len // _TOKENS_OF_CP),
+            options.ep or [n for n in _powers(_MOST_EXPERT_RANKS) if not experts % n],
+        )
+        for tp, pp, cp, ep in itertools.product(*degrees):
+            data_ranks, rest = divmod(self.num_gpus, tp * pp * cp)
+            if rest or options.gbs % data_ranks or (ep > 1 and data_ranks * cp % ep):
+                continue
+            for mbs in options.mbs or _MBS:
+                if not options.gbs // data_ranks % mbs:
+                    yield {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "mbs": mbs}
+
+    def _accepted(
+        self, framework: str, cls: Any, values: Mapping[str, Any]
+    ) -> Iterator[Candidate]:
+        """Yield the layout of these options, if the framework accepts it."""
+        options = self.options
+        own = {
+            "framework": framework,
+            "world_size": self.num_gpus,
+            "gbs": options.gbs,
+            "seq_len": options.seq_len,
+            "precision": options.precision,
+            **values,
+        }
+        try:
+            job, settings, _ = job_of(cls(model=options.models[0], **own))
+            assert isinstance(job, Job)
+            candidate = Candidate(framework=framework, job=job, settings=settings, options=own)
+            sizes = [stage.total() for stage in stages_of(candidate)]
+        except ConfigError as error:
+            self.refused.append(error)
+            return
+        is_even = max(sizes) <= -(-job.model.num_layers // len(sizes)) + 1
+        if is_even or options.pp:
+            yield candidate
+
+
+def model_of(options: PlanOptions) -> ModelConfig:
+    """Return the model. Raises ConfigError."""
+    models = read_models(",".join(options.models))
+    if len(models) != 1:
+        raise ConfigError("model", ", ".join(options.models) or None, "one model")
+    return models[0]
+
+
+def _powers(most: int) -> list[int]:
+    """Return the powers of two up to a number, at least 1."""
+    return [1 << power for power in range(max(1, most).bit_length())]
+
+
+def _chunks(options: PlanOptions, model: ModelConfig, pp: int) -> Sequence[int]:
+    """Return the numbers of model chunks of a stage."""
+    if pp == 1:
+        return (1,)
+    if options.vpp:
+        return options.vpp
+    layers = model.num_layers
+    fits = (
+        v
+        for v in range(2, _MOST_CHUNKS + 1)
+        if not layers % (pp * v) or not (layers + 2) % (pp * v)
+    )
+    return (1, *fits)
+
+
+def _of_megatron(
+    options: PlanOptions, model: ModelConfig, axes: Mapping[str, int], _data_ranks: int
+) -> Iterator[dict[str, Any]]:
+    """Yield settings of Megatron-LM: all that costs nothing, chunks, recomputed layers."""
+    common: dict[str, Any] = {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "sequence_parallel": axes["tp"] > 1,
+    }
+    if model.moe and axes["tp"] > 1:
+        common["expert_tensor_parallel_size"] = 1
+    for chunks in _chunks(options, model, axes["pp"]):
+        own = dict(common)
+        if chunks > 1:
+            own["virtual_pipeline_model_parallel_size"] = chunks
+        layers = -(-model.num_layers // (axes["pp"] * chunks))
+        counts = {math.ceil(_SHARES[word] * layers) for word in options.recompute}
+        for count in sorted(counts):
+            if not count:
+                yield own
+            elif count == layers:
+                yield own | {"recompute_granularity": "full"}
+            else:
+                yield own | {
+                    "recompute_granularity": "full",
+                    "recompute_method": "block",
+                    "recompute_num_layers": count,
+                }
+
+
+def _of_pytorch(
+    options: PlanOptions, model: ModelConfig, axes: Mapping[str, int], data_ranks: int
+) -> Iterator[dict[str, Any]]:
+    """Yield settings of PyTorch: replicas, chunks, checkpointed blocks."""
+    for replicas, chunks, word in itertools.product(
+        _REPLICAS, _chunks(options, model, axes["pp"]), options.recompute
+    ):
+        shards, rest = divmod(data_ranks, replicas)
+        if rest or (replicas > 1 and shards < _LEAST_SHARDS):
+            continue
+        own: dict[str, Any] = {"dp_replicate": replicas, **_CHECKPOINTS[word]}
+        if chunks > 1:
+            own |= {"pp_schedule": "interleaved", "pp_stages": chunks}
+        yield own

@@ -1,0 +1,88 @@
+"""The options of `stepmark plan`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from stepmark.cases.train_case import NARROW
+from stepmark.ground.option_groups import Files
+from stepmark.ground.options import (
+    REQUIRED,
+    WholeNumbers,
+    between,
+    comma_list,
+    flag,
+    group,
+    words_of,
+)
+from stepmark.model.network_options import NetworkOptions
+from stepmark.predictions.training_run import GpuHourPrices, Tokens
+
+BOTH = "both"
+RECOMPUTED = ("none", "quarter", "half", "full")  # layers that are recomputed
+
+
+@group
+class Job:
+    """Job."""
+
+    models: tuple[str, ...] = flag(
+        "model name, or a file such as config.json",
+        default=(),
+        argument=True,
+        metavar="MODEL",
+        names="model",
+    )
+    gpus: WholeNumbers = flag("GPUs in all; several: a line for each number", default=REQUIRED)
+    gbs: int = flag(
+        "sequences per optimizer step",
+        "--gbs",
+        "--global-batch",
+        "--global-batch-size",
+        default=REQUIRED,
+    )
+    seq_len: int | None = flag("tokens per sequence [the model's]", "--seq-len", "--seq-length")
+    precision: Annotated[str, words_of("bf16", *NARROW)] | None = flag(
+        "of linear layers' products [bf16]"
+    )
+    framework: Annotated[str, words_of(BOTH, "megatron", "pytorch")] = flag(
+        "whose layouts: megatron, pytorch (FSDP2) or both", default=BOTH
+    )
+
+
+@group
+class Machine:
+    """Cluster."""
+
+    device: str = flag(
+        "GPU, by its data sheet, e.g. h100-sxm", default=REQUIRED, names="device"
+    )
+    host: str | None = flag("the host: slow, typical, fast [typical]", rare=True)
+
+
+@group
+class Ranges:
+    """Layouts."""
+
+    tp: WholeNumbers | None = flag("tensor parallelism [divisors up to a host's GPUs]")
+    pp: WholeNumbers | None = flag("pipeline stages [divisors of the GPUs]")
+    vpp: WholeNumbers | None = flag("model chunks per stage [those that divide the layers]")
+    cp: WholeNumbers | None = flag("context parallelism [1; more with over 8K tokens]")
+    ep: WholeNumbers | None = flag("expert parallelism [divisors of the experts up to 64]")
+    mbs: WholeNumbers | None = flag("sequences per micro-batch [1,2,4,8]")
+    recompute: Annotated[tuple[str, ...], comma_list(words_of(*RECOMPUTED))] = flag(
+        "layers that are recomputed", default=RECOMPUTED
+    )
+    memory: Annotated[float, between(0.1, 1.0)] = flag(
+        "share of a GPU's memory that a layout may need", default=0.92
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Job, Machine, NetworkOptions, Ranges, Files):
+    """Output."""
+
+    tokens: Tokens | None = flag("days of a training run over so many tokens")
+    price: GpuHourPrices | None = flag("of a GPU hour, e.g. 2.5/h: the cost of --tokens")
+    top: Annotated[int, between(1, 1000)] = flag(
+        "layouts that are simulated and shown", default=20
+    )

@@ -1,0 +1,145 @@
+"""What `stepmark plan` prints: the best layout, what was searched, rows, and why it is best."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from stepmark.ground.units import GIB, format_time
+from stepmark.layouts.layout_search import ERROR, LayoutSearch
+from stepmark.layouts.plan_options import PlanOptions
+from stepmark.predictions.prediction_grid import Row
+from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, given
+from stepmark.tables.table import Table
+
+_TIE = 0.02  # of a step: closer layouts are told apart by no prediction
+_AXES = ("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "recompute")
+_PARTS: dict[str, Callable[[Row], float]] = {
+    "computing": lambda row: row["step_s"] - row["exposed_comm_s"] - row["bubble_s"],
+    "exposed communication": lambda row: row["exposed_comm_s"],
+    "pipeline bubble": lambda row: row["bubble_s"],
+}
+
+
+def lines(options: PlanOptions, found: LayoutSearch) -> Iterator[str]:
+    """Yield the answer for one number of GPUs."""
+    best = found.rows[0]
+    yield f"{best['name']} on {found.num_gpus} {options.device}: {place(best)}"
+    yield f"  {_figures(best)}"
+    yield f"  {_searched(found)}"
+    yield f"  {found.command}"
+    yield ""
+    yield from Table(found.rows[: options.top], COLUMNS).text()
+    yield from _why(found.rows)
+
+
+def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
+    """Yield the best layout for each number of GPUs, and how many are worth it."""
+    rows = [each.rows[0] for each in searches]
+    most = max(row["tokens_per_s_gpu"] for row in rows)
+    yield f"{rows[0]['name']}: the fastest layout for each number of GPUs, with the same batch"
+    yield ""
+    yield from Table(rows, [_GPUS, *COLUMNS]).text()
+    worth = [row for row in rows if row["tokens_per_s_gpu"] >= _WORTH * most]
+    last = worth[-1]
+    text = f"up to {last['gpus']} GPUs each does at least {_WORTH:.0%} of the best tokens/s"
+    later = [row for row in rows if row["gpus"] > last["gpus"]]
+    if later:
+        name, more_s = _largest(later[0], last, per_gpu=True)
+        text += f"; with {later[0]['gpus']} more of their time goes to {name}"
+        text += f" ({more_s:+.1%} of the step)"
+    yield text
+
+
+_WORTH = 0.8
+
+
+def place(row: Row) -> str:
+    """Return a layout as words."""
+    degrees = [f"{name} {row[name]}" for name in _AXES[1:-1] if row[name] > 1 or name == "mbs"]
+    again = "no recomputation"
+    if row["recompute"] != "none":
+        again = f"recomputed layers {row['recompute']}"
+    replicas = row["dp_replicate"]
+    replicated = [f"{replicas} replicas of the shards"] if replicas > 1 else []
+    return ", ".join((row["framework"], *degrees, *replicated, again))
+
+
+def _figures(row: Row) -> str:
+    figures = [f"step {format_time(row['step_s'])}"]
+    figures += [f"{row['tokens_per_s_gpu']:,.0f} tokens/s/GPU"]
+    if row["mfu_pct"] is not None:
+        figures += [f"{row['mfu_pct']:.1f} % MFU (causal)"]
+    figures += [f"{row['reserved_bytes'] / GIB:.1f} GiB"]
+    if row["days"] is not None:
+        figures += [f"{row['days']:,.1f} days"]
+    if row["cost"] is not None:
+        figures += [f"cost {row['cost']:,.0f}"]
+    return ", ".join(figures)
+
+
+def _searched(found: LayoutSearch) -> str:
+    return (
+        f"searched {found.num_layouts:,} layouts in {found.took_s:.0f} s: "
+        f"{found.num_too_large:,} need more memory, {len(found.rows)} simulated, others by "
+        f"estimates (within {ERROR:.0%} of simulations)"
+    )
+
+
+def _why(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what makes the best layout faster than those that differ in one axis."""
+    best = rows[0]
+    ties = sum(row["step_s"] <= best["step_s"] * (1 + _TIE) for row in rows[1:])
+    if ties:
+        yield f"{ties} more within {_TIE:.0%} of the first: measure before you choose"
+    seen = set[str]()
+    for row in rows[1:]:
+        changed = [name for name in _AXES if row[name] != best[name] and name != "dp"]
+        if len(changed) != 1 or changed[0] in seen or len(seen) == 3:
+            continue
+        seen.add(changed[0])
+        name, more = _largest(row, best)
+        slower = row["step_s"] / best["step_s"] - 1
+        yield (
+            f"with {changed[0]} {row[changed[0]]} instead of {best[changed[0]]} the step takes "
+            f"{slower:.1%} longer, most of it {name} ({more:+.1%} of the step)"
+        )
+
+
+def _largest(row: Row, best: Row, *, per_gpu: bool = False) -> tuple[str, float]:
+    """Return the part that differs the most, and by what share of the best step."""
+
+    def shares(own: Row) -> Mapping[str, float]:
+        whole = own["step_s"] if per_gpu else best["step_s"]
+        return {name: part(own) / whole for name, part in _PARTS.items()}
+
+    before, after = shares(best), shares(row)
+    name = max(before, key=lambda part: after[part] - before[part])
+    return name, after[name] - before[name]
+
+
+def _step(row: Row) -> str:
+    return format_time(row["step_s"])
+
+
+def _rate(row: Row) -> str:
+    return f"{row['tokens_per_s_gpu']:,.0f}"
+
+
+def _gibibytes(row: Row) -> str:
+    return f"{row['reserved_bytes'] / GIB:.1f}"
+
+
+def _framework(row: Row) -> str:
+    return {"megatron": "Megatron", "pytorch": "PyTorch"}[row["framework"]]
+
+
+_GPUS = given("gpus", COUNT, "GPUs")
+COLUMNS: list[Any] = [
+    given("framework", TEXT, "rules", _framework),
+    *(given(name, COUNT) for name in ("tp", "pp", "vpp", "cp", "ep", "dp", "mbs")),
+    given("recompute", TEXT, "recomputed"),
+    given("step_s", NUMBER, "step", _step),
+    given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", _rate),
+    given("mfu_pct", PERCENT, "MFU %"),
+    given("reserved_bytes", NUMBER, "GiB", _gibibytes),
+    given("bound"),
+]

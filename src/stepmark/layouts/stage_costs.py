@@ -1,0 +1,267 @@
+"""Estimates of step times from simulated steps of one stage with few layers.
+
+A step of one pipeline stage takes once + layers x once_layer + micro-batches x (ends + layers x
+layer), where layers of each kind (dense, with experts; recomputed or not) have seconds of their
+own. Few steps of one or two layers and micro-batches tell these; they have the stage's own
+ranks, so that their messages, host, contention and the overlap of both are the simulation's.
+
+Stages of a pipeline then take (m - 1) x slowest + the sum of all / chunks (Narayanan et al.,
+arXiv:2104.04473, section 2.2), and what the slowest does once.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from stepmark.cases.message import SEND
+from stepmark.cases.training import DataParallel, GradSync, Recompute
+from stepmark.layouts.candidate import Candidate
+from stepmark.model.model import ModelConfig
+from stepmark.model.ops import Phase
+from stepmark.model.parallel import stage_layers
+from stepmark.step.workload import CommOp, Group
+from stepmark.workloads.job import mesh_groups
+from stepmark.workloads.rules.megatron.settings import Granularity, make_plan
+from stepmark.workloads.rules.megatron.stage_partition import partition
+from stepmark.workloads.rules.pytorch.schedules import order_of
+
+
+class Seconds(NamedTuple):
+    """Time of a step of one stage whose host is ahead, and the host's own."""
+
+    device: float
+    host: float
+
+
+StepTime = Callable[[Candidate], Seconds]
+SendTime = Callable[[CommOp, Group], float]
+
+
+class Kind(NamedTuple):
+    """Kind of a layer."""
+
+    has_experts: bool
+    is_recomputed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Seconds of a stage, once a step and for each micro-batch; of a layer by its kind."""
+
+    once_s: float
+    ends_s: float
+    once_of_layer_s: Mapping[bool, float]
+    layer_s: Mapping[Kind, float]
+
+
+class Estimator:
+    """Estimates steps. time_of: simulates a step; send_s: of a message between stages."""
+
+    def __init__(self, time_of: StepTime, send_s: SendTime) -> None:
+        self._time_of = time_of
+        self._send_s = send_s
+        self._units: dict[object, Seconds] = {}
+
+    def step_s(self, candidate: Candidate) -> float:
+        """Return the estimated seconds of a step. Raises ConfigError."""
+        stages = stages_of(candidate)
+        parts = range(len(Seconds._fields))
+        return max(
+            self._composed(candidate, stages, self._costs(candidate, stages, part))
+            for part in parts
+        )
+
+    def _costs(
+        self, candidate: Candidate, stages: Sequence["Counter[Kind]"], part: int
+    ) -> StageCosts:
+        """Return the costs of the device or of its host."""
+        kinds = {kind for stage in stages for kind in stage}
+        experts = sorted({kind.has_experts for kind in kinds}, reverse=True)
+        main = experts[0]
+        alone = without_data_ranks(candidate)
+        layer_s: dict[Kind, float] = {}
+        ends_s = 0.0
+        for again in sorted({kind.is_recomputed for kind in kinds}, reverse=True):
+            slope = self._slope(alone, Counter({main: 1}), again, part)
+            for kind in experts:
+                more = self._slope(alone, Counter([main, kind]), again, part)
+                layer_s[Kind(kind, again)] = more - slope
+            ends_s = slope - layer_s[Kind(main, again)]
+
+        # What is once a step is that beside layers that are not recomputed, if there are any.
+        def once_s(counts: "Counter[bool]") -> float:
+            of_passes = ends_s + sum(
+                count * layer_s[Kind(kind, again)] for kind, count in counts.items()
+            )
+            return self._unit(candidate, counts, again, 1)[part] - of_passes
+
+        first = once_s(Counter([main]))
+        once_of_layer_s = {kind: once_s(Counter([main, kind])) - first for kind in experts}
+        return StageCosts(
+            once_s=first - once_of_layer_s[main],
+            ends_s=ends_s,
+            once_of_layer_s=once_of_layer_s,
+            layer_s=layer_s,
+        )
+
+    def _slope(
+        self, candidate: Candidate, counts: Mapping[bool, int], again: bool, part: int
+    ) -> float:
+        """Return the seconds of one more micro-batch of one stage."""
+        one, two = (self._unit(candidate, counts, again, count)[part] for count in (1, 2))
+        return two - one
+
+    def _composed(
+        self, candidate: Candidate, stages: Sequence["Counter[Kind]"], costs: StageCosts
+    ) -> float:
+        times = [
+            sum(count * costs.layer_s[kind] for kind, count in stage.items())
+            for stage in stages
+        ]
+        times[-1] += costs.ends_s
+        slowest = max(range(len(times)), key=times.__getitem__)
+        once_s = costs.once_s + sum(
+            count * costs.once_of_layer_s[kind.has_experts]
+            for kind, count in stages[slowest].items()
+        )
+        count = candidate.job.num_microbatches
+        if len(stages) == 1:
+            return once_s + count * times[0]
+        chunks = candidate.num_chunks
+        fill_s = (sum(times) - times[slowest]) / chunks
+        send_s = self._send(candidate)
+        num_sends = 2 * (len(stages) - 1)
+        if chunks == 1 and candidate.is_megatron:
+            num_sends += 2 * (count - 1)
+        return once_s + count * times[slowest] + fill_s + num_sends * send_s
+
+    def _send(self, candidate: Candidate) -> float:
+        """Return the seconds of activations from a stage to the next."""
+        job = candidate.job
+        rows = job.tokens
+        if candidate.parallel.tp > 1 and getattr(candidate.settings, "sequence_parallel", True):
+            rows //= candidate.parallel.tp
+        group = mesh_groups(job.parallel, {"pp": ("pp",)})["pp"]
+        op = CommOp(
+            collective=SEND,
+            dtype=job.dtype,
+            count=rows * job.model.hidden_size,
+            group="pp",
+            phase=Phase.FWD,
+            module="pipeline",
+            peer=1,
+        )
+        return self._send_s(op, group)
+
+    def _unit(
+        self, candidate: Candidate, counts: Mapping[bool, int], again: bool, count: int
+    ) -> Seconds:
+        """Return the seconds of a step of one stage with so many layers of each kind."""
+        unit = one_stage(candidate, counts, again, count)
+        key = unit.framework, unit.job, unit.settings
+        if key not in self._units:
+            self._units[key] = self._time_of(unit)
+        return self._units[key]
+
+
+def stages_of(candidate: Candidate) -> list["Counter[Kind]"]:
+    """Return the layers of each stage, by kind. Raises ConfigError."""
+    model = candidate.job.model
+    if candidate.is_megatron:
+        plan = make_plan(candidate.job, candidate.settings)
+        chunks_by_stage, _ = partition(plan)
+        chunks = [[chunk.layers for chunk in chunks] for chunks in chunks_by_stage]
+        settings = candidate.settings
+        assert plan.pipeline  # its micro-batches are checked
+        is_full = settings.recompute_granularity is Granularity.FULL
+        is_block = settings.recompute_method == "block"
+        most = settings.recompute_num_layers if is_block else model.num_layers
+
+        def is_again(index: int, layer: int) -> bool:
+            return bool(is_full and index < most)
+    else:
+        pp = candidate.parallel.pp
+        settings = candidate.settings
+        if pp > 1:  # its micro-batches are checked
+            counts = settings.pp_microbatches, candidate.num_chunks
+            order_of(candidate.job, settings.pp_schedule, *counts)
+        split = settings.pp_split
+        parts = stage_layers(model.num_layers, pp * candidate.num_chunks, split)
+        chunks = [parts[stage::pp] for stage in range(pp)]
+        recompute = settings.recompute
+        some, every = settings.recompute_some, settings.recompute_every
+
+        def is_again(index: int, layer: int) -> bool:
+            is_some = bool(layer % every < some)
+            return is_some if recompute is Recompute.BLOCKS else recompute is not Recompute.NONE
+
+    return [
+        Counter(
+            Kind(_has_experts(model, layer), is_again(index, layer))
+            for layers in own
+            for index, layer in enumerate(layers)
+        )
+        for own in chunks
+    ]
+
+
+def _has_experts(model: ModelConfig, layer: int) -> bool:
+    return model.moe is not None and layer >= model.moe.first_dense_layers
+
+
+def without_data_ranks(candidate: Candidate) -> Candidate:
+    """Return the layout by whose stage micro-batches are compared, with few data ranks.
+
+    A stage of a PyTorch pipeline gathers its weights once a step, as one without data ranks has
+    them; one without a pipeline gathers them in each micro-batch, over all its ranks.
+    """
+    parallel = candidate.parallel
+    settings = candidate.settings
+    if not candidate.is_megatron:
+        if parallel.pp == 1 or parallel.cp > 1 or parallel.ep > 1:
+            return candidate
+        settings = replace(settings, data_parallel=DataParallel.NONE)
+    own = replace(parallel, dp_shard=parallel.ep, dp_replicate=1)
+    count = candidate.job.num_microbatches
+    job = replace(candidate.job, parallel=own, gbs=candidate.job.mbs * own.data_ranks * count)
+    return candidate.with_job(job, settings)
+
+
+def one_stage(
+    candidate: Candidate, counts: Mapping[bool, int], again: bool, num_microbatches: int
+) -> Candidate:
+    """Return the job of one stage with so many layers of each kind."""
+    job = candidate.job
+    moe = job.model.moe and replace(job.model.moe, first_dense_layers=counts.get(False, 0))
+    model = replace(job.model, num_layers=sum(counts.values()), moe=moe)
+    parallel = replace(job.parallel, pp=1)
+    gbs = job.mbs * parallel.data_ranks * num_microbatches
+    own = replace(job, model=model, parallel=parallel, gbs=gbs)
+    settings = candidate.settings
+    changes: dict[str, Any]
+    if candidate.is_megatron:
+        is_full = settings.recompute_granularity is Granularity.FULL
+        changes = {
+            "virtual_pipeline_model_parallel_size": 1,
+            "account_for_embedding_in_pipeline_split": False,
+            "account_for_loss_in_pipeline_split": False,
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+        if is_full and not again:
+            changes["recompute_granularity"] = Granularity.NONE
+    else:
+        changes = {
+            "pp_schedule": "1f1b",
+            "pp_microbatches": 0,
+            "recompute_some": 1,
+            "recompute_every": 1,
+        }
+        if settings.recompute is Recompute.BLOCKS:
+            changes["recompute"] = Recompute.FULL if again else Recompute.NONE
+        if job.parallel.pp > 1:
+            changes["grad_sync"] = GradSync.LAST
+            if not settings.reshard_after_forward:
+                changes["reshard_after_forward"] = "no"
+    return candidate.with_job(own, replace(settings, **changes))

@@ -1,0 +1,161 @@
+"""The search of layouts: its estimates, its best row, and that `predict` says the same."""
+
+import dataclasses
+import json
+import random
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli.main import status
+from stepmark.ground.errors import ConfigError
+from stepmark.layouts import layout_search
+from stepmark.layouts.candidate import Candidate
+from stepmark.layouts.layout_search import Cluster, search
+from stepmark.layouts.layout_space import LayoutSpace
+from stepmark.layouts.plan import plan
+from stepmark.layouts.plan_options import PlanOptions
+from stepmark.layouts.plan_text import lines, lines_of_counts
+from stepmark.layouts.stage_costs import Estimator, stages_of
+
+SMALL: dict[str, Any] = {
+    "models": ("llama-3.1-8b",),
+    "gpus": (16,),
+    "gbs": 32,
+    "device": "h100-sxm",
+    "seq_len": 2048,
+}
+
+
+def options(**changes: Any) -> PlanOptions:
+    return PlanOptions(**{**SMALL, **changes})
+
+
+def layouts(own: PlanOptions) -> list[Candidate]:
+    (count,) = own.gpus
+    return [*LayoutSpace(options=own, num_gpus=count, gpus_per_host=8).layouts()]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        options(framework="megatron"),
+        options(framework="pytorch"),
+        options(models=("qwen3-30b-a3b",), gpus=(32,), gbs=64, ep=(1, 8)),
+    ],
+    ids=["megatron", "pytorch", "experts"],
+)
+def test_estimates_are_close_to_simulations(own: PlanOptions) -> None:
+    cluster = Cluster(own, own.gpus[0])
+    estimator = Estimator(cluster.seconds, cluster.send_s)
+    drawn = random.Random(5).sample(layouts(own), 6)
+    for candidate in drawn:
+        estimate_s = estimator.step_s(candidate)
+        step_s = cluster.row(candidate, estimate_s)["step_s"]
+        assert estimate_s == pytest.approx(step_s, rel=layout_search.ERROR), candidate.options
+
+
+def test_the_best_is_the_fastest_that_fits() -> None:
+    own = options(
+        framework="megatron", tp=(1, 2), pp=(1, 2), mbs=(1,), recompute=("none", "full")
+    )
+    cluster = Cluster(own, 16)
+    assert cluster.device.hbm_bytes
+    fits = [
+        cluster.row(each, 0.0)
+        for each in layouts(own)
+        if each.needed_bytes <= own.memory * cluster.device.hbm_bytes
+    ]
+    found = search(dataclasses.replace(own, top=3), 16)
+    assert found.rows[0]["step_s"] == min(row["step_s"] for row in fits)
+    assert found.num_layouts == len(layouts(own))
+    assert all(row["verdict"] == "fits" for row in found.rows)
+    steps = [row["step_s"] for row in found.rows]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("framework", ["megatron", "pytorch"])
+def test_predict_says_the_same_of_every_row(
+    framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "layouts.json"
+    words = f"plan llama-3.1-8b --gpus 16 --gbs 32 --device h100-sxm --top 3 --json {file}"
+    more = ["--framework", framework, "--mbs", "1", "--seq-len", "2048"]
+    assert status([*words.split(), *more]) == 0
+    text = capsys.readouterr().out
+    document = json.loads(file.read_text())
+    best = document["counts"][0]
+    assert best["best"] == document["layouts"][0]
+    (command,) = (line for line in text.split("\n") if line.startswith("  stepmark predict"))
+    assert command.strip() == best["command"]
+    out = tmp_path / "prediction.json"
+    assert status([*shlex.split(command)[1:], "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["step_s"] == best["best"]["step_s"]
+
+
+def test_every_layout_is_a_step_of_its_framework() -> None:
+    drawn = random.Random(7).sample(layouts(options()), 12)
+    for candidate in drawn:
+        workload = candidate.workload()
+        assert workload.world_size == 16
+        assert workload.num_sequences == 32
+        layers = sum(stage.total() for stage in stages_of(candidate))
+        assert layers == candidate.job.model.num_layers
+
+
+def test_the_bound_of_memory_is_one() -> None:
+    own = options(models=("qwen3-30b-a3b",), gpus=(32,), gbs=64)
+    for candidate in random.Random(3).sample(layouts(own), 10):
+        states = candidate.memory
+        bytes_of_states = states.weights_bytes + states.gradients_bytes + states.optimizer_bytes
+        assert candidate.least_bytes <= bytes_of_states, candidate.options
+
+
+def test_ranges_are_the_layouts() -> None:
+    own = options(tp=(2,), pp=(4,), mbs=(2,), recompute=("half",), framework="megatron")
+    for candidate in layouts(own):
+        axes = candidate.parallel
+        assert (axes.tp, axes.pp, candidate.job.mbs) == (2, 4, 2)
+        assert candidate.recompute != "none"
+
+
+def test_several_numbers_of_gpus() -> None:
+    own = options(gpus=(8, 16), tp=(2,), pp=(1,), mbs=(1,), framework="megatron", top=2)
+    searches = plan(own)
+    text = [*lines_of_counts(searches)]
+    assert text[0].startswith("llama-3.1-8b: the fastest layout for each number of GPUs")
+    assert [each.num_gpus for each in searches] == [8, 16]
+    assert searches[0].rows[0]["step_s"] > searches[1].rows[0]["step_s"]
+    assert text[-1].startswith("up to 16 GPUs each does at least 80% of the best tokens/s")
+
+
+def test_the_answer_comes_first() -> None:
+    own = options(framework="megatron", tp=(1, 2), pp=(1, 2), mbs=(1,), top=4, tokens=1e12)
+    text = [*lines(own, search(own, 16))]
+    assert re.match(r"llama-3\.1-8b on 16 h100-sxm: megatron, .*mbs 1", text[0])
+    assert re.match(
+        r"  step [\d.]+ m?s, [\d,]+ tokens/s/GPU, .* MFU .*GiB, [\d.]+ days", text[1]
+    )
+    assert re.match(r"  searched \d+ layouts in \d+ s: \d+ need more memory, \d+ sim", text[2])
+    assert any(" instead of " in line and " longer, most of it " in line for line in text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"gbs": 7}, "gbs", "multiple of the data ranks"),
+        ({"device": "h1000"}, "device", ""),
+        ({"models": ("llama-3.1-405b",), "gpus": (8,)}, "gpus", "the smallest needs"),
+        ({"tp": (3,)}, "tp", ""),
+        ({"models": ("nothing",)}, "model", ""),
+        ({"network": "nowhere"}, "network", ""),
+    ],
+)
+def test_no_layout_is_a_sentence(changes: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(options(**changes))
+    assert caught.value.field == field
+    assert words in str(caught.value)
