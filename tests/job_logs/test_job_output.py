@@ -10,6 +10,7 @@ import pytest
 from stepmark.findings.finding import Finding, Severity
 from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.job_output import is_job_output
+from stepmark.job_logs.job_output.lines import split_tag
 from stepmark.job_logs.log_options import LogsOptions
 from stepmark.job_logs.log_sources import collect
 from stepmark.job_logs.logs import read_report
@@ -73,6 +74,34 @@ HARMLESS = (
     "saved 0 failed samples; timeout is 600 s; exit code: 0",
     "        except KeyboardInterrupt:",
 )
+
+
+FRAMES = (
+    "/lib/x86_64-linux-gnu/libc.so.6(abort+0xd3) [0x7f1234567890]",
+    "/usr/lib/libnccl.so.2(ncclCommAbort+0x12) [0x7f1234567890]",
+    "0x00007f1234567890",
+    "abort",
+    "core::panicking::panic_fmt",
+    "<alloc::boxed::Box<F,A> as core::ops::function::FnOnce<Args>>::call_once",
+    "c10::Error::Error(c10::SourceLocation, std::string) + 0x57 (0x7f in libc10.so)",
+    'File "/home/u/train.py", line 3, in step',
+)
+LABELLED = (
+    "/opt/run.sh: line 3: 77 Killed  python train.py",
+    "Killed",
+    '  File "/home/u/train.py", line 3, in step',
+    "c10::DistBackendError: NCCL error in: a.cpp:7",
+    "RuntimeError: CUDA error: an illegal memory access was encountered",
+    " iteration        1/    9000 | elapsed time per iteration (ms): 9.0 |",
+)
+
+
+@pytest.mark.parametrize("number", ["0: ", " 0: ", "15: ", "   7: "])
+def test_the_number_of_a_frame_is_no_rank(number: str) -> None:
+    for frame in FRAMES:
+        assert split_tag(number + frame) == (None, "", number + frame)
+    for line in LABELLED:
+        assert split_tag(number + line) == (int(number[:-2]), number[:-2], line)
 
 
 def diagnosed(path: Path) -> list[Finding]:

@@ -217,7 +217,7 @@ def _read_steps(path: Path, inputs: Inputs) -> bool:
     """Read the steps of a file, and return whether it has one, be it torn."""
     try:
         lines = read_step_lines(path)
-        if not any(own.steps or own.num_torn for own in lines):
+        if not any(own.steps or own.has_unread for own in lines):
             return False
         inputs.training.append(log_of(path, lines))
     except ConfigError as error:

@@ -82,7 +82,8 @@ class Head:
 class StepLines:
     """Lines of one format in a file: steps by launcher's tag, and facts of each start.
 
-    num_torn: lines of steps of which a needed figure is cut.
+    num_torn: lines of steps of which a needed figure is cut. num_untimed: lines of losses
+    without a step. total: the last rate of all steps so far, as printed.
     """
 
     log_format: LogFormat
@@ -90,9 +91,17 @@ class StepLines:
     heads: list[Head] = field(default_factory=lambda: [Head(line=0)])
     num_torn: int = 0
     num_other: int = 0
+    num_untimed: int = 0
+    total: str = ""
     num_steps: int = 0
     _open: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    _zero_bars: dict[str, set[str]] = field(default_factory=dict)  # lengths since the last step
     _num_before_head: int = 0  # of steps
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether lines of the trainer are no steps, though a job that trains prints them."""
+        return bool(self.num_torn or self.total or self.num_untimed)
 
     def read(self, text: str, line: int) -> None:
         """Read a line that may be of this format."""
@@ -105,13 +114,20 @@ class StepLines:
         if own.not_steps and compiled(own.not_steps).search(body):
             self.num_other += 1
             return
+        if own.total and (match := compiled(own.total[0]).search(body)):
+            self.total = match[1]
+            return
         if own.first is None:
             self._add(tag, body, line)
         elif compiled(own.first).search(body):
             self._close(tag)
             self._open[tag] = (line, [body])
+            if own.zero and (match := compiled(own.zero).search(body)):
+                self._zero_bars.setdefault(tag, set()).add(match[1])
         elif tag in self._open and len(self._open[tag][1]) < _MAX_LINES:
             self._open[tag][1].append(body)
+        elif own.untimed and compiled(own.untimed).search(body):
+            self.num_untimed += 1
 
     def close(self) -> None:
         """Add the steps whose last line is that of the file."""
@@ -127,9 +143,21 @@ class StepLines:
         step = self.step_of(text, line, len(self.steps.get(tag, ())) + 1)
         if step is None:
             self.num_torn += 1
-        elif tag in self.steps or len(self.steps) < _MAX_TAGS:
+            return
+        bars = self._zero_bars.pop(tag, ())
+        # Evaluations have bars of their own length.
+        if any(f"/{length} [" in text for length in bars):
+            self._begin_again(line - 1)
+        if tag in self.steps or len(self.steps) < _MAX_TAGS:
             self.steps.setdefault(tag, []).append(step)
             self.num_steps += 1
+
+    def _begin_again(self, line: int) -> None:
+        """Begin a start with the facts stated before, unless facts did since the last step."""
+        if self.num_steps > self._num_before_head:
+            head = self.heads[-1]
+            self.heads.append(Head(line=line, facts=dict(head.facts), tags=set(head.tags)))
+            self._num_before_head = self.num_steps
 
     def step_of(self, text: str, line: int, place: int) -> LoggedStep | None:
         """Return what a text states; None where a needed figure is missing or impossible.
@@ -207,7 +235,7 @@ def read_step_lines(path: Path) -> list[StepLines]:
                     raise ConfigError("file", path, allowed)
     for reader in readers:
         reader.close()
-    return [own for own in readers if own.steps or own.num_torn or own.num_other]
+    return [own for own in readers if own.steps or own.has_unread or own.num_other]
 
 
 def has_steps(path: Path) -> bool:

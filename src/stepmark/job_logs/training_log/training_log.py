@@ -108,6 +108,11 @@ def log_of(path: Path, readers: Sequence[StepLines]) -> TrainingLog:
     last = max(_with_most(with_steps), key=lambda own: _lines(own)[1])
     of_job = [own for own in with_steps if _is_of_job(own, last)]
     others = [own for own in with_steps if not _is_of_job(own, last)]
+    for own in others:
+        if {*own.log_format.fact_marks} & {*last.log_format.fact_marks}:
+            trainers = f"{own.log_format.trainer} and {last.log_format.trainer}"
+            allowed = f"a log of one job: it has steps of {trainers}, which state facts alike"
+            raise ConfigError("file", path, allowed)
     # Megatron-Bridge's first rank prints a time without a number, its last rank the whole line.
     best = max(of_job, key=lambda own: (own.log_format.has_numbers, _most(own)))
     log = _log(path, best)
@@ -129,15 +134,29 @@ def _lines(lines: StepLines) -> tuple[int, int]:
 
 
 def _is_of_job(own: StepLines, last: StepLines) -> bool:
+    """Return whether one job prints both: at the same time, and its trainer runs the other."""
     first, end = _lines(last)
-    return own is last or (_lines(own)[0] <= end and first <= _lines(own)[1])
+    formats = own.log_format, last.log_format
+    is_one = (
+        formats[0].trainer == formats[1].trainer
+        or formats[0].trainer in formats[1].within
+        or formats[1].trainer in formats[0].within
+    )
+    return own is last or (is_one and _lines(own)[0] <= end and first <= _lines(own)[1])
 
 
 def _refusal(readers: Sequence[StepLines]) -> str:
     if any(own.num_torn for own in readers):
         return ": none of its lines of steps is whole"
+    for own in readers:
+        if own.total and own.log_format.total:
+            _, unit, meaning = own.log_format.total
+            words = f"{own.log_format.trainer}'s {own.total} {unit} is {meaning}"
+            return f" with the time or the rate of single steps: {words}"
+    if any(own.num_untimed for own in readers):
+        return " with times: its lines state losses, and no progress bar or rate is in it"
     if any(own.num_other for own in readers):
-        return ": its lines are means since the start, evaluations or other bars, and no step"
+        return ": its lines are evaluations or other bars, and no step"
     return ", with steps"
 
 

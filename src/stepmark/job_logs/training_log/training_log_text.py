@@ -283,8 +283,8 @@ def findings(log: TrainingLog) -> Iterator[Finding]:
         )
     for trainer, first, last in log.left_out:
         yield Finding(
-            # The end of a later job is not that of these steps.
-            rule="several-jobs" if first > log.steps[-1].line else "steps-left-out",
+            # The end of a file is that of these steps where no other job went on beside them.
+            rule="several-jobs" if last > log.steps[0].line else "steps-left-out",
             severity=Severity.WARNING,
             text=f"Steps of another job are left out: {trainer}'s in lines {first} to {last}.",
         )
