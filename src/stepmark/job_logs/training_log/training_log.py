@@ -1,6 +1,6 @@
 """A training log: the steps of its last start, with their times, and the facts of the job."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +11,7 @@ from stepmark.job_logs.training_log.log_formats import BRIDGE, LogFormat
 from stepmark.job_logs.training_log.starts import (
     FEWEST_LINES,
     MOST_DIFFERENCE,
+    Start,
     shown_start,
     starts_of,
 )
@@ -59,8 +60,9 @@ class TrainingLog:
     blocks of steps, where a clock tells it. num_ranks_logged: ranks with lines of these steps.
     restarts: first steps of all starts but the first; num_later: those after the steps.
     empty_start: the line of facts after all steps. left_out: other trainers, with their first
-    and last lines. bad_losses: lines of any rank whose loss is no number. num_torn: lines of
-    steps that are cut.
+    and last lines. other_starts: steps of each start but that one, timed by its own facts.
+    bad_losses: lines of any rank whose loss is no number. num_torn: lines of steps that are
+    cut.
     """
 
     file: str
@@ -73,6 +75,7 @@ class TrainingLog:
     num_ranks_logged: int = 1
     restarts: tuple[LoggedStep, ...] = ()
     num_later: int = 0
+    other_starts: tuple[tuple[LoggedStep, ...], ...] = ()
     empty_start: int | None = None
     left_out: tuple[tuple[str, int, int], ...] = ()
     bad_losses: tuple[LoggedStep, ...] = ()
@@ -88,10 +91,14 @@ class TrainingLog:
     @property
     def costs(self) -> list[float]:
         """Seconds of each step; where they are unknown, of one token of a GPU or a sample."""
+        return [cost for own in self.steps if (cost := self.cost_of(own))]
+
+    def cost_of(self, step: LoggedStep) -> float | None:
+        """Return the cost of a step of any start; None where it does not state that."""
         if self.unit == SECONDS:
-            return [own.step_s for own in self.steps if own.step_s]
-        name = "tokens_per_s_gpu" if self.unit == TOKENS else "samples_per_s"
-        return [1 / getattr(own, name) for own in self.steps]
+            return step.step_s
+        rate = step.tokens_per_s_gpu if self.unit == TOKENS else step.samples_per_s
+        return 1 / rate if rate else None
 
 
 def read_training_log(path: Path) -> TrainingLog:
@@ -172,23 +179,16 @@ def _log(path: Path, lines: StepLines) -> TrainingLog:
     )
     starts = starts_of(path, lines.steps[tag], lines.heads)
     shown = shown_start(starts)
-    facts = LogFacts(**{name: int(value) for name, value in starts[shown].facts.items()})
     own = lines.log_format
-    steps, pause_s = starts[shown].timed, 0.0
-    if not steps:
-        raise ConfigError("file", path, "a log that states the time or the rate of its steps")
+    facts = _facts(starts[shown])
+    steps, pause_s = _timed(path, own, starts[shown])
     time_from = "as printed"
     if "samples" in own.figures:
-        steps, pause_s = _of_blocks(path, steps, facts.batch, own.resolution_s)
         time_from = "by the clock of its blocks"
     elif own.resolution_s:
-        steps = _by_clock(path, steps, own.resolution_s)
         time_from = "by the clock of its bar, in whole seconds"
-    else:
-        steps = _spans(steps, is_mean=own.is_mean)
-        if "step_s" not in own.figures:
-            time_from = f"by its {_RATES[_cost_name(steps[-1], facts)]}"
-    steps = [_completed(step, facts, own) for step in steps]
+    elif "step_s" not in own.figures:
+        time_from = f"by its {_RATES[_cost_name(starts[shown].timed[-1], facts)]}"
     return TrainingLog(
         file=str(path),
         trainer=own.trainer,
@@ -200,12 +200,45 @@ def _log(path: Path, lines: StepLines) -> TrainingLog:
         num_ranks_logged=len(lines.steps),
         restarts=tuple(start.steps[0] for start in starts[1:]),
         num_later=len(starts) - 1 - shown,
+        other_starts=tuple(_other_starts(path, own, starts, shown)),
         empty_start=_empty_start(lines),
         bad_losses=_bad_losses(lines, starts[shown].steps[0]),
         num_torn=lines.num_torn,
         digits=own.digits,
         remark=own.remark,
     )
+
+
+def _facts(start: Start) -> LogFacts:
+    return LogFacts(**{name: int(value) for name, value in start.facts.items()})
+
+
+def _timed(path: Path, own: LogFormat, start: Start) -> tuple[list[LoggedStep], float]:
+    """Return the steps of a start with their times or rates, and the time between blocks."""
+    steps, pause_s = start.timed, 0.0
+    facts = _facts(start)
+    if not steps:
+        raise ConfigError("file", path, "a log that states the time or the rate of its steps")
+    if "samples" in own.figures:
+        steps, pause_s = _of_blocks(path, steps, facts.batch, own.resolution_s)
+    elif own.resolution_s:
+        steps = _by_clock(path, steps, own.resolution_s)
+    else:
+        steps = _spans(steps, is_mean=own.is_mean)
+    return [_completed(step, facts, own) for step in steps], pause_s
+
+
+def _other_starts(
+    path: Path, own: LogFormat, starts: Sequence[Start], shown: int
+) -> Iterator[tuple[LoggedStep, ...]]:
+    """Yield the steps of each start but the shown one; none where they have no time."""
+    for place, start in enumerate(starts):
+        if place == shown:
+            continue
+        try:
+            yield tuple(_timed(path, own, start)[0])
+        except ConfigError:
+            yield ()
 
 
 def _empty_start(lines: StepLines) -> int | None:
