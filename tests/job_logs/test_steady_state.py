@@ -183,10 +183,11 @@ def test_a_loss_that_is_no_number_is_a_finding(losses: list[float], severity: Se
     assert finding.count == sum(map(math.isnan, losses))
 
 
-def test_the_example_is_the_published_run() -> None:
-    assert example_log.EXAMPLE.read_text() == example_log.text()
-    own = example_log.record()
+@pytest.mark.parametrize("name", example_log.LAUNCHES)
+def test_the_example_is_the_published_run(name: str) -> None:
+    assert (example_log.LOGS / name).read_text() == example_log.text(name)
+    own = example_log.record(name)
     assert own.training
-    log = log_of([*own.training.warmup_s[0], *own.samples.seconds[0]])
     # What stepmark train left out of these steps by itself.
-    assert steady_state(log).num_warmup == len(own.training.warmup_s[0])
+    num_warmup = steady_state(log_of(example_log.steps_s(own))).num_warmup
+    assert num_warmup == len(own.training.warmup_s[0])

@@ -131,8 +131,15 @@ def _facts(log: TrainingLog, steady: SteadyState) -> Iterator[str]:
     if steady.outliers:
         yield f"{'outliers':<{LEAD}}{_outliers(log, steady)}"
     if steady.trend is not None:
-        change = "longer" if steady.trend > 0 else "shorter"
-        yield f"{'trend':<{LEAD}}steps get {abs(steady.trend):.2%} {change} every 1,000 steps"
+        yield f"{'trend':<{LEAD}}{_trend(log, steady.trend, steady.num_warmup)}"
+
+
+def _trend(log: TrainingLog, per_1000: float, num_warmup: int) -> str:
+    """Return the change over the steps of the log: further ones need not go on so."""
+    begin, end = log.steps[num_warmup].number, log.steps[-1].number
+    change = per_1000 * (end - begin) / 1000
+    word = "longer" if change > 0 else "shorter"
+    return f"steps get {abs(change):.2%} {word} from step {begin} to {end}"
 
 
 def span_text(log: TrainingLog) -> str:
