@@ -183,6 +183,28 @@ def test_a_loss_that_is_no_number_is_a_finding(losses: list[float], severity: Se
     assert finding.count == sum(map(math.isnan, losses))
 
 
+@given(
+    seed=st.integers(0, 2**32),
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+)
+def test_steps_of_an_earlier_batch_are_not_steady(seed: int, counts: list[int]) -> None:
+    random = Random(seed)
+    log = log_of(
+        [0.5 * (place + 1) for place, count in enumerate(counts) for _ in range(count)]
+    )
+    batches = [32.0 * (place + 1) for place, count in enumerate(counts) for _ in range(count)]
+    steps = tuple(
+        replace(own, batch=batch, step_s=(own.step_s or 0) * random.gauss(1, 0.001))
+        for own, batch in zip(log.steps, batches, strict=True)
+    )
+    state = steady_state(replace(log, steps=steps))
+    assert state.num_others == sum(counts[:-1])
+    assert state.num_warmup >= state.num_others
+    assert state.num_warmup + state.num_lines == sum(counts)
+    assert state.median == pytest.approx(0.5 * len(counts), rel=0.01)
+    assert bool(state.doubt) == (counts[-1] < 8) or not state.is_steady
+
+
 @pytest.mark.parametrize("name", example_log.LAUNCHES)
 def test_the_example_is_the_published_run(name: str) -> None:
     assert (example_log.LOGS / name).read_text() == example_log.text(name)

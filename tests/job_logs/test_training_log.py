@@ -470,6 +470,67 @@ def test_jobs_of_two_trainers_that_alternate_are_told_apart(name: str, tmp_path:
     assert [one.rule for one in findings(log)] == ["several-jobs"]
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("name", ["torchtitan 2026", "deepspeed", "composer", "nanotron 2026"])
+def test_ranks_that_state_other_facts_are_of_two_jobs(
+    name: str, is_late: bool, tmp_path: Path
+) -> None:
+    version = named(name)
+    steps = known_steps(seed=38, count=20)
+    others = [line.replace(str(BATCH), "256") for line in version.head]
+    others = [line.replace(str(TOKENS), str(2 * TOKENS)) for line in others]
+    head = [f"0: {line}" for line in version.head]
+    other_head = [f"1: {line}" for line in others]
+    lines = [line for step in steps for line in version.lines(step)]
+    body = alternating([f"0: {line}" for line in lines], [f"1: {line}" for line in lines])
+    place = len(body) // 2 if is_late else 0
+    text = "\n".join([*head, *body[:place], *other_head, *body[place:], ""])
+    with pytest.raises(ConfigError, match=r"a log of one job: ranks state .* and "):
+        read(tmp_path, text)
+
+
+def test_ranks_that_log_other_times_are_of_two_jobs(tmp_path: Path) -> None:
+    version = VERSIONS[1]
+    steps = known_steps(seed=39, count=20)
+    slow = [KnownStep(step.number, step.step_s * 1.5, step.loss) for step in steps]
+    lines = alternating(
+        [f"0: {line}" for step in steps for line in version.lines(step)],
+        [f"1: {line}" for step in slow for line in version.lines(step)],
+    )
+    log = read(tmp_path, "\n".join([*version.head, *lines, ""]))
+    (finding,) = findings(log)
+    assert finding.rule == "several-jobs"
+    assert "prefix 1 are of another job" in finding.text
+    assert "by a factor of 1.5." in finding.text
+    # The lines of an earlier start are no measure.
+    again = [line.replace("0: ", "1: ") for line in lines[::2]]
+    log = read(tmp_path, "\n".join([*version.head, *lines[1::2], *version.head, *again, ""]))
+    assert log.other_rank is None
+
+
+def test_epochs_of_nemo_are_no_starts(tmp_path: Path) -> None:
+    version = named("nemo")
+    lines = [line for step in known_steps(seed=40, count=100) for line in version.lines(step)]
+    for epoch in range(1, 4):
+        for place in range(25 * epoch, 25 * epoch + 25):
+            old = f"epoch 0, iteration {place + 1}/"
+            new = f"epoch {epoch}, iteration {place + 1 - 25 * epoch}/"
+            lines[place] = lines[place].replace(old, new)
+    log = read(tmp_path, "\n".join([*lines, ""]))
+    assert [own.number for own in log.steps] == list(range(1, 101))
+    assert not log.restarts
+
+
+@pytest.mark.parametrize(
+    "stamp", ["2026-08-01T10:00:00.123456789Z ", "2026-08-01T10:00:00+02:00 "]
+)
+def test_a_bar_may_follow_a_container_s_time(stamp: str, tmp_path: Path) -> None:
+    lines = "\n".join(hugging_face(known_steps(seed=7, count=200))).replace("\r", "\n")
+    log = read(tmp_path, "".join(f"{stamp}{line}\n" for line in lines.split("\n")))
+    assert log.trainer == "Hugging Face Trainer"
+    assert len(log.steps) > 9
+
+
 def test_lines_of_the_engine_of_a_trainer_are_of_its_job(tmp_path: Path) -> None:
     steps = known_steps(seed=34, count=30)
     engine = [line for step in steps for line in named("deepspeed").lines(step)][1::2]

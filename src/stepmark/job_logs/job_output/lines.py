@@ -20,8 +20,8 @@ _FRAME = re.compile(
 )
 _LOGGER = re.compile(
     r"^(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]{1,80}:\d+\] ?"
-    r"|^\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,8}[Z ]\s?"
-    r"|^\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,8}\] ?"
+    r"|^\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,10}(?:Z| |[+-]\d\d:?\d\d)\s?"
+    r"|^\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,10}\] ?"
     r"|^[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d "
 )
 

@@ -153,7 +153,10 @@ FORMATS = (
         source="NVIDIA/NeMo, nemo/lightning/pytorch/callbacks/progress_printer.py",
         marks=("train_step_timing in s: ",),
         figures=_figures(
-            number=rf"Training epoch \d{{1,6}}, iteration {_WHOLE}/\d",
+            # An iteration is of its epoch.
+            number=r"Training epoch \d{1,6}, iteration "
+            rf"(?:\d{{1,15}}/.* global_step: {_WHOLE}(?: \||$)"
+            rf"|{_WHOLE}/\d(?!.* global_step: ))",
             step_s=rf"train_step_timing in s: {_N}(?: \||$)",
             batch=rf"global_batch_size: {_WHOLE}(?: \||$)",
             loss=rf"reduced_train_loss: {_N}(?: \||$)",

@@ -24,6 +24,7 @@ _WORDS = tuple(
 )
 _NO_LOSS = -1.0  # torchtitan, of a rank that is not in the last pipeline stage
 _INTEGER = re.compile(r"\d+")
+_OF_JOB = ("num_ranks", "batch", "seq_len", "tokens")  # facts that no rank has for itself
 _POSITIVE = ("step_s", "samples_per_s", "tokens_per_s", "tokens_per_s_gpu", "batches_per_s")
 
 
@@ -71,11 +72,28 @@ class LoggedStep:
 
 @dataclass(slots=True, kw_only=True)
 class Head:
-    """Facts that are stated of the steps after `line`; tags: of those that state them."""
+    """Facts that are stated of the steps after `line`, by the launcher's tag of their lines.
+
+    late: other values that further ranks state after the first of these steps.
+    """
 
     line: int
-    facts: dict[str, float] = field(default_factory=dict)
-    tags: set[str] = field(default_factory=set)
+    by_tag: dict[str, dict[str, float]] = field(default_factory=dict)
+    late: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """The facts of all ranks."""
+        return {name: value for own in self.by_tag.values() for name, value in own.items()}
+
+    @property
+    def conflict(self) -> tuple[str, list[float]] | None:
+        """A fact of the whole job of which ranks state different values."""
+        for name in _OF_JOB:
+            values = {own[name] for own in (*self.by_tag.values(), self.late) if name in own}
+            if len(values) > 1:
+                return name, sorted(values)
+        return None
 
 
 @dataclass(slots=True)
@@ -156,7 +174,8 @@ class StepLines:
         """Begin a start with the facts stated before, unless facts did since the last step."""
         if self.num_steps > self._num_before_head:
             head = self.heads[-1]
-            self.heads.append(Head(line=line, facts=dict(head.facts), tags=set(head.tags)))
+            by_tag = {tag: dict(facts) for tag, facts in head.by_tag.items()}
+            self.heads.append(Head(line=line, by_tag=by_tag))
             self._num_before_head = self.num_steps
 
     def step_of(self, text: str, line: int, place: int) -> LoggedStep | None:
@@ -206,13 +225,15 @@ class StepLines:
         head = self.heads[-1]
         num_steps = self.num_steps + sum(len(texts) > 1 for _, texts in self._open.values())
         if name != "memory_bytes" and num_steps > self._num_before_head:
-            if head.facts.get(name) == value and tag not in head.tags:
+            if tag not in head.by_tag and name in head.facts:
+                if value != head.facts[name]:
+                    head.late[name] = value
                 return
             head = Head(line=line)
             self.heads.append(head)
             self._num_before_head = num_steps
-        head.facts[name] = value
-        head.tags.add(tag)
+        if tag in head.by_tag or len(head.by_tag) < _MAX_TAGS:
+            head.by_tag.setdefault(tag, {})[name] = value
 
 
 def read_step_lines(path: Path) -> list[StepLines]:

@@ -10,8 +10,9 @@ from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.training_log.log_formats import BRIDGE, LogFormat
 from stepmark.job_logs.training_log.starts import (
     FEWEST_LINES,
-    MOST_DIFFERENCE,
     Start,
+    is_other,
+    ratio_of,
     shown_start,
     starts_of,
 )
@@ -61,8 +62,9 @@ class TrainingLog:
     restarts: first steps of all starts but the first; num_later: those after the steps.
     empty_start: the line of facts after all steps. left_out: other trainers, with their first
     and last lines. other_starts: steps of each start but that one, timed by its own facts.
-    bad_losses: lines of any rank whose loss is no number. num_torn: lines of steps that are
-    cut.
+    other_rank: tag of a rank that logs other times of these steps, and the ratio of the longer
+    to the shorter. bad_losses: lines of any rank whose loss is no number. num_torn: lines of
+    steps that are cut.
     """
 
     file: str
@@ -73,6 +75,7 @@ class TrainingLog:
     time_from: str
     pause_s: float = 0.0
     num_ranks_logged: int = 1
+    other_rank: tuple[str, float] | None = None
     restarts: tuple[LoggedStep, ...] = ()
     num_later: int = 0
     other_starts: tuple[tuple[LoggedStep, ...], ...] = ()
@@ -180,6 +183,10 @@ def _log(path: Path, lines: StepLines) -> TrainingLog:
     starts = starts_of(path, lines.steps[tag], lines.heads)
     shown = shown_start(starts)
     own = lines.log_format
+    if conflict := starts[shown].head.conflict:
+        name, values = conflict
+        words = " and ".join(f"{value:,.0f}" for value in values)
+        raise ConfigError("file", path, f"a log of one job: ranks state {_NAMES[name]} {words}")
     facts = _facts(starts[shown])
     steps, pause_s = _timed(path, own, starts[shown])
     time_from = "as printed"
@@ -198,6 +205,7 @@ def _log(path: Path, lines: StepLines) -> TrainingLog:
         time_from=time_from,
         pause_s=pause_s,
         num_ranks_logged=len(lines.steps),
+        other_rank=_other_rank(lines, starts[shown].steps),
         restarts=tuple(start.steps[0] for start in starts[1:]),
         num_later=len(starts) - 1 - shown,
         other_starts=tuple(_other_starts(path, own, starts, shown)),
@@ -210,7 +218,7 @@ def _log(path: Path, lines: StepLines) -> TrainingLog:
 
 
 def _facts(start: Start) -> LogFacts:
-    return LogFacts(**{name: int(value) for name, value in start.facts.items()})
+    return LogFacts(**{name: int(value) for name, value in start.head.facts.items()})
 
 
 def _timed(path: Path, own: LogFormat, start: Start) -> tuple[list[LoggedStep], float]:
@@ -239,6 +247,22 @@ def _other_starts(
             yield tuple(_timed(path, own, start)[0])
         except ConfigError:
             yield ()
+
+
+def _other_rank(lines: StepLines, steps: Sequence[LoggedStep]) -> tuple[str, float] | None:
+    """Return the tag that logs other times of these steps, and how many times as long."""
+    by_number = {own.number: own for own in steps}
+    for tag, others in lines.steps.items():
+        pairs = [
+            (by_number[own.number], own)
+            for own in others
+            if own.number in by_number and own.line >= steps[0].line
+        ]
+        ratios = [ratio for pair in pairs if (ratio := ratio_of(*pair))]
+        middle = median(ratios) if len(ratios) >= FEWEST_LINES else 1.0
+        if is_other(middle):
+            return tag, max(middle, 1 / middle)
+    return None
 
 
 def _empty_start(lines: StepLines) -> int | None:
@@ -409,6 +433,6 @@ def difference_of(own: TrainingLog, other: TrainingLog) -> str:
     if own.unit != other.unit or not both:
         return ""
     ratio = median(times[0][number] / times[1][number] for number in both)
-    if abs(ratio - 1) <= MOST_DIFFERENCE:
+    if not is_other(ratio):
         return ""
     return f"the same steps take {ratio:.3g} times as long"

@@ -122,6 +122,9 @@ def _facts(log: TrainingLog, steady: SteadyState) -> Iterator[str]:
     yield f"{'training':<{LEAD}}{', '.join(words)}"
     times = [f"times {log.time_from}" if log.unit == SECONDS else "rates as printed"]
     times += [span] if (span := span_text(log)) else []
+    if steady.num_others:
+        number = log.steps[steady.num_others].number
+        times.append(f"steps before {number} have another global batch, and count as warm-up")
     times += [f"figures of {log.digits} significant digits"] if log.digits else []
     times += [log.remark] if log.remark else []
     times.append("another launch may differ by more than these steps do")
@@ -294,6 +297,15 @@ def findings(log: TrainingLog) -> Iterator[Finding]:
             rule="several-jobs" if last > log.steps[0].line else "steps-left-out",
             severity=Severity.WARNING,
             text=f"Steps of another job are left out: {trainer}'s in lines {first} to {last}.",
+        )
+    if log.other_rank:
+        tag, ratio = log.other_rank
+        yield Finding(
+            rule="several-jobs",
+            severity=Severity.WARNING,
+            text=f"Lines with the prefix {tag} are of another job: their times of the same "
+            f"steps differ by a factor of {ratio:.3g}.",
+            action="Read the log of each job by itself.",
         )
     bad = log.bad_losses
     if bad:
