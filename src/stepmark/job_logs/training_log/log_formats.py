@@ -232,6 +232,8 @@ FORMATS = (
         ),
         required=("number", "samples_per_s"),
         is_mean=False,
+        # engine.py: from forward to step, unless the engine loads the data
+        remark="its timer may leave out the time between two steps, such as data loading",
         # Before 0.7: avg_samples_per_sec of utils/timer.py, at micro-steps.
         total=(
             rf"\d/\d{{1,12}}, (?:RunningAvg)?SamplesPerSec={_FACT}(?:, |$)",
