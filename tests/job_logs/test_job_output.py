@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from tests.job_logs.training_lines import VERSIONS, Version, known_steps
 
 from stepmark.findings.finding import Finding, Severity
 from stepmark.ground.errors import ConfigError
@@ -124,6 +125,18 @@ def test_a_harmless_line_is_none(tmp_path: Path, line: str) -> None:
     path = tmp_path / "job.out"
     path.write_text(f"{line}\n")
     assert not is_job_output(path)
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda own: own.name)
+def test_steps_of_trainers_are_not_searched_for_failures(
+    version: Version, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rules take a millisecond a line, and a log may have 100,000 steps."""
+    path = tmp_path / "job.out"
+    steps = known_steps(seed=1, count=9)
+    path.write_text("\n".join([line for step in steps for line in version.lines(step)]))
+    monkeypatch.delattr("stepmark.job_logs.job_output.classify")
+    assert is_job_output(path)
 
 
 def test_binary_content_has_no_failures(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A training log: the steps of its last start, with their times, and the facts of the job."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -345,25 +345,38 @@ def _of_blocks(
 
 def _completed(step: LoggedStep, facts: LogFacts, log_format: LogFormat) -> LoggedStep:
     """Return the step with what follows from its figures and the facts without rounding."""
-    figures = asdict(step)
-    batch = step.batch or facts.batch
     tokens = tokens_of(facts, step.batch)
     ranks = facts.num_ranks
-    if figures["tokens_per_s"] is None and step.tokens_per_s_gpu and ranks:
-        figures["tokens_per_s"] = step.tokens_per_s_gpu * ranks
+    tokens_per_s = step.tokens_per_s
+    if tokens_per_s is None and step.tokens_per_s_gpu and ranks:
+        tokens_per_s = step.tokens_per_s_gpu * ranks
     name = _cost_name(step, facts)
     rounding = step.rounding
     if log_format.digits:
         rounding = 10.0 ** (1 - log_format.digits)
     elif unit := log_format.last_digits.get(name):
         rounding = unit / getattr(step, name)
-    if step.step_s is None:
-        figures["step_s"] = _step_s(figures, batch, tokens)
-    if figures["tokens_per_s"] is None and figures["step_s"] and tokens:
-        figures["tokens_per_s"] = tokens / figures["step_s"]
-    if step.tokens_per_s_gpu is None and figures["tokens_per_s"] and ranks:
-        figures["tokens_per_s_gpu"] = figures["tokens_per_s"] / ranks
-    return LoggedStep(**{**figures, "rounding": rounding})
+    step_s = step.step_s
+    if step_s is None:
+        # The rate with most digits counts.
+        amounts = (
+            (step.batch or facts.batch, step.samples_per_s),
+            (tokens, tokens_per_s),
+            (1, step.batches_per_s),
+        )
+        step_s = next((amount / rate for amount, rate in amounts if amount and rate), None)
+    if tokens_per_s is None and step_s and tokens:
+        tokens_per_s = tokens / step_s
+    of_gpu = step.tokens_per_s_gpu
+    if of_gpu is None and tokens_per_s and ranks:
+        of_gpu = tokens_per_s / ranks
+    return replace(
+        step,
+        step_s=step_s,
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_gpu=of_gpu,
+        rounding=rounding,
+    )
 
 
 def tokens_of(facts: LogFacts, batch: float | None) -> int | None:
@@ -389,21 +402,6 @@ def _cost_name(step: LoggedStep, facts: LogFacts) -> str:
     if step.batches_per_s:
         return "batches_per_s"
     return "tokens_per_s_gpu" if step.tokens_per_s_gpu else "samples_per_s"
-
-
-def _step_s(
-    figures: dict[str, float | None], batch: float | None, tokens: float | None
-) -> float | None:
-    """Return the seconds of a step by a rate; the one with most digits counts."""
-    for amount, name in (
-        (batch, "samples_per_s"),
-        (tokens, "tokens_per_s"),
-        (1, "batches_per_s"),
-    ):
-        rate = figures[name]
-        if amount and rate:
-            return amount / rate
-    return None
 
 
 def _unit(path: Path, steps: Sequence[LoggedStep]) -> str:

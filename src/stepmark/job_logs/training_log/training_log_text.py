@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from statistics import median
 
 from stepmark.findings.finding import Evidence, Finding, Severity
@@ -75,7 +75,8 @@ def headline(log: TrainingLog, steady: SteadyState) -> str:
 def _interval(steady: SteadyState) -> str:
     if steady.low is None or steady.high is None:
         return "too few lines for an interval"
-    return f"median +-{(steady.high - steady.low) / 2 / steady.median:.2%}"
+    half = (steady.high - steady.low) / 2 / steady.median
+    return f"median +-{half:.2%}" if half >= 1e-4 else "median within 0.01%"
 
 
 def _by_value(log: TrainingLog, costs: tuple[float, float]) -> tuple[float, float]:
@@ -235,6 +236,7 @@ def figure_rows(log: TrainingLog) -> list[Row]:
 def step_rows(log: TrainingLog, steady: SteadyState) -> list[Row]:
     """Return a row per line of steps."""
     outliers = set(steady.outliers)
+    names = [each.name for each in fields(LoggedStep) if each.name != "number"]
     return [
         {
             "step": own.number,
@@ -243,7 +245,7 @@ def step_rows(log: TrainingLog, steady: SteadyState) -> list[Row]:
             else "outlier"
             if place in outliers
             else "steady",
-            **{name: value for name, value in asdict(own).items() if name != "number"},
+            **{name: getattr(own, name) for name in names},
         }
         for place, own in enumerate(log.steps)
     ]
