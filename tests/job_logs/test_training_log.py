@@ -489,6 +489,15 @@ def test_ranks_that_state_other_facts_are_of_two_jobs(
         read(tmp_path, text)
 
 
+def test_facts_of_a_start_without_steps_are_of_none(tmp_path: Path) -> None:
+    version = VERSIONS[1]
+    world = version.head[0].replace("size: 16", "size: 8")
+    lines = [version.head[0], version.head[2], "Killed", world]
+    steps = [line for step in known_steps(seed=41, count=20) for line in version.lines(step)]
+    log = read(tmp_path, "\n".join([*lines, *steps, ""]))
+    assert (log.facts.num_ranks, log.facts.seq_len) == (8, None)
+
+
 def test_ranks_that_log_other_times_are_of_two_jobs(tmp_path: Path) -> None:
     version = VERSIONS[1]
     steps = known_steps(seed=39, count=20)

@@ -233,7 +233,10 @@ class StepLines:
             self.heads.append(head)
             self._num_before_head = num_steps
         if tag in head.by_tag or len(head.by_tag) < _MAX_TAGS:
-            head.by_tag.setdefault(tag, {})[name] = value
+            own = head.by_tag.setdefault(tag, {})
+            if name in _OF_JOB and own.get(name, value) != value:
+                own.clear()  # facts of a start that ended before its first step
+            own[name] = value
 
 
 def read_step_lines(path: Path) -> list[StepLines]:
