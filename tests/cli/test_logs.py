@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +223,10 @@ def test_inspector_lines(capsys: pytest.CaptureFixture[str], inspector: Path) ->
 
 def test_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "logs.html"
-    assert logs(capsys, SAMPLE, COLL, "--html", page)[0] == 0
+    code, out, _ = logs(capsys, SAMPLE, COLL, "--html", page)
+    assert (code, out) == logs(capsys, SAMPLE, COLL)[:2]
     text = page.read_text()
+    assert escape(out.splitlines()[0].removeprefix("answer").strip()) in text
     assert "Calls by message size" in text
     assert "plotly" in text
     assert "http" not in text.split("</script>")[-2]

@@ -222,6 +222,18 @@ def test_steps_that_are_all_torn_are_a_warning(tmp_path: Path) -> None:
     assert "none of its lines of steps is whole. [steps-unread]" in call("logs", path, code=3)
 
 
+def test_a_mean_over_the_whole_job_is_told_and_is_no_step(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_text(
+        "[INFO] [timer.py:154:stop] 0/50, SamplesPerSec=12.5\n"
+        "[INFO] [timer.py:154:stop] 0/100, SamplesPerSec=13.25\n"
+    )
+    shown = call("logs", path, code=3)
+    assert "DeepSpeed's 13.25 samples/s is the mean since the start, warm-up" in shown
+    assert "a step (" not in shown
+    assert "13.25 samples/s is the mean" in refusal("predict", *STEP, "--measured", path)
+
+
 def test_bars_of_other_loops_are_no_torn_steps(tmp_path: Path) -> None:
     path = tmp_path / "job.log"
     bars = "Map: 100%|##| 5/5 [00:01<00:00]\n 50%|# | 1/2 [00:01<00:01]\n" * 3

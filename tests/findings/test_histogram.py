@@ -26,10 +26,11 @@ from stepmark.findings.histogram import (
     unknown_ranks,
     with_ranks,
 )
-from stepmark.findings.histogram_figures import figures, page
+from stepmark.findings.histogram_figures import figures, section
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, busbw_factor, num_parts
 from stepmark.tables.columns import Row
+from stepmark.tables.page import Page
 
 NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -308,7 +309,7 @@ def test_bars_add_up_and_the_page_is_whole(tmp_path: Path) -> None:
         sum(float(str(y)) for bar in bars for y in bar.y) == total(table, "calls_per_rank") == 4
     )
     assert len({x for bar in bars for x in bar.x}) == 2
-    text = page("title", [("source", table, ())]).html()
+    text = Page(title="title", sections=[section("source", table)]).html()
     assert "<b>0" not in text
     assert "src=" not in text.split("</script>")[-1]
     assert list(figures([])) == []

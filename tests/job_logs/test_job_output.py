@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from tests.job_logs.training_lines import VERSIONS, Version, known_steps
 
 from stepmark.findings.finding import Finding, Severity
 from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.job_output import is_job_output
+from stepmark.job_logs.job_output.lines import split_tag
 from stepmark.job_logs.log_options import LogsOptions
 from stepmark.job_logs.log_sources import collect
 from stepmark.job_logs.logs import read_report
@@ -75,6 +77,34 @@ HARMLESS = (
 )
 
 
+FRAMES = (
+    "/lib/x86_64-linux-gnu/libc.so.6(abort+0xd3) [0x7f1234567890]",
+    "/usr/lib/libnccl.so.2(ncclCommAbort+0x12) [0x7f1234567890]",
+    "0x00007f1234567890",
+    "abort",
+    "core::panicking::panic_fmt",
+    "<alloc::boxed::Box<F,A> as core::ops::function::FnOnce<Args>>::call_once",
+    "c10::Error::Error(c10::SourceLocation, std::string) + 0x57 (0x7f in libc10.so)",
+    'File "/home/u/train.py", line 3, in step',
+)
+LABELLED = (
+    "/opt/run.sh: line 3: 77 Killed  python train.py",
+    "Killed",
+    '  File "/home/u/train.py", line 3, in step',
+    "c10::DistBackendError: NCCL error in: a.cpp:7",
+    "RuntimeError: CUDA error: an illegal memory access was encountered",
+    " iteration        1/    9000 | elapsed time per iteration (ms): 9.0 |",
+)
+
+
+@pytest.mark.parametrize("number", ["0: ", " 0: ", "15: ", "   7: "])
+def test_the_number_of_a_frame_is_no_rank(number: str) -> None:
+    for frame in FRAMES:
+        assert split_tag(number + frame) == (None, "", number + frame)
+    for line in LABELLED:
+        assert split_tag(number + line) == (int(number[:-2]), number[:-2], line)
+
+
 def diagnosed(path: Path) -> list[Finding]:
     return diagnose(read_log([path]))
 
@@ -95,6 +125,18 @@ def test_a_harmless_line_is_none(tmp_path: Path, line: str) -> None:
     path = tmp_path / "job.out"
     path.write_text(f"{line}\n")
     assert not is_job_output(path)
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda own: own.name)
+def test_steps_of_trainers_are_not_searched_for_failures(
+    version: Version, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rules take a millisecond a line, and a log may have 100,000 steps."""
+    path = tmp_path / "job.out"
+    steps = known_steps(seed=1, count=9)
+    path.write_text("\n".join([line for step in steps for line in version.lines(step)]))
+    monkeypatch.delattr("stepmark.job_logs.job_output.classify")
+    assert is_job_output(path)
 
 
 def test_binary_content_has_no_failures(tmp_path: Path) -> None:

@@ -79,6 +79,21 @@ def test_a_trend_is_its_change_over_a_thousand_steps(change: float) -> None:
     assert state.trend == pytest.approx(change, rel=0.1)
 
 
+@pytest.mark.parametrize("unit", [0.0, 0.01, 0.05])
+@pytest.mark.parametrize("count", [8, 10, 20, 100])
+def test_noise_is_steady(count: int, unit: float) -> None:
+    """unit: to which times are rounded; MSER alone calls a third of 10 lines unsteady."""
+    unsteady = 0
+    for seed in range(100):
+        costs = [12.0, 9.0, *noisy(Random(seed), count)]
+        rounded = [round(cost / unit) * unit for cost in costs] if unit else costs
+        state = steady(rounded)
+        unsteady += not state.is_steady
+        assert state.num_warmup >= 2 or not state.is_steady
+        assert state.median == pytest.approx(8.0, rel=0.01)
+    assert unsteady <= 5
+
+
 def test_noise_is_no_trend() -> None:
     trends = [steady(noisy(Random(seed), 100)).trend for seed in range(60)]
     assert sum(trend is not None for trend in trends) <= 3
@@ -183,10 +198,33 @@ def test_a_loss_that_is_no_number_is_a_finding(losses: list[float], severity: Se
     assert finding.count == sum(map(math.isnan, losses))
 
 
-def test_the_example_is_the_published_run() -> None:
-    assert example_log.EXAMPLE.read_text() == example_log.text()
-    own = example_log.record()
+@given(
+    seed=st.integers(0, 2**32),
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+)
+def test_steps_of_an_earlier_batch_are_not_steady(seed: int, counts: list[int]) -> None:
+    random = Random(seed)
+    log = log_of(
+        [0.5 * (place + 1) for place, count in enumerate(counts) for _ in range(count)]
+    )
+    batches = [32.0 * (place + 1) for place, count in enumerate(counts) for _ in range(count)]
+    steps = tuple(
+        replace(own, batch=batch, step_s=(own.step_s or 0) * random.gauss(1, 0.001))
+        for own, batch in zip(log.steps, batches, strict=True)
+    )
+    state = steady_state(replace(log, steps=steps))
+    assert state.num_others == sum(counts[:-1])
+    assert state.num_warmup >= state.num_others
+    assert state.num_warmup + state.num_lines == sum(counts)
+    assert state.median == pytest.approx(0.5 * len(counts), rel=0.01)
+    assert bool(state.doubt) == (counts[-1] < 8) or not state.is_steady
+
+
+@pytest.mark.parametrize("name", example_log.LAUNCHES)
+def test_the_example_is_the_published_run(name: str) -> None:
+    assert (example_log.LOGS / name).read_text() == example_log.text(name)
+    own = example_log.record(name)
     assert own.training
-    log = log_of([*own.training.warmup_s[0], *own.samples.seconds[0]])
     # What stepmark train left out of these steps by itself.
-    assert steady_state(log).num_warmup == len(own.training.warmup_s[0])
+    num_warmup = steady_state(log_of(example_log.steps_s(own))).num_warmup
+    assert num_warmup == len(own.training.warmup_s[0])

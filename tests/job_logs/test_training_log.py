@@ -382,6 +382,32 @@ def test_a_clock_that_goes_back_is_a_start(tmp_path: Path) -> None:
         assert (own.step_s or 0) * own.span == pytest.approx(exact, abs=1.0)
 
 
+def test_a_bar_that_begins_is_a_start_whatever_its_clock(tmp_path: Path) -> None:
+    """The batches that a resumed run skips may take longer than the steps before."""
+    steps = known_steps(seed=36, count=200)
+    zero = "  0%|          | 0/200 [00:00<?, ?it/s]"
+    slow = KnownStep(81, 2000.0, 2.5)
+    first, resumed = hugging_face(steps), hugging_face([slow, *steps[81:]])[1:]
+    lines = [first[0], zero, *first[1:81]]
+    log = read(tmp_path, "\n".join([*lines, zero, *resumed, ""]))
+    assert [own.number for own in log.restarts] == [81]
+    assert log.facts.batch == BATCH
+    for own in log.steps:
+        exact = sum(step.step_s for step in steps[own.number - own.span : own.number])
+        assert (own.step_s or 0) * own.span == pytest.approx(exact, abs=1.0)
+    assert max(own.step_s or 0 for own in log.steps) < 20
+
+
+def test_a_bar_of_an_evaluation_begins_no_start(tmp_path: Path) -> None:
+    lines = hugging_face(known_steps(seed=37, count=200))
+    for place in (150, 100, 50):
+        bars = [f"  {n}%|          | {n}/50 [00:0{n}<?, ?it/s]" for n in range(3)]
+        lines[place:place] = [*bars, "{'eval_loss': 2.5, 'eval_runtime': 3.1, 'epoch': 0.1}"]
+    log = read(tmp_path, "\n".join([*lines, ""]))
+    assert not log.restarts
+    assert log.steps[-1].number > 190
+
+
 @pytest.mark.parametrize("place", [0, 20, 38])
 def test_lines_that_changed_places_are_no_restart(place: int, tmp_path: Path) -> None:
     steps = known_steps(seed=26, count=40)
@@ -421,6 +447,113 @@ def test_of_two_trainers_the_last_counts(tmp_path: Path) -> None:
     assert log.trainer == "torchtitan"
     assert len(log.steps) == 20
     assert log.left_out == (("Megatron-LM", len(first.head) + 1, len(lines)),)
+
+
+def named(name: str) -> Version:
+    return next(version for version in VERSIONS if version.name == name)
+
+
+def alternating(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    return [line for pair in zip(first, second, strict=True) for line in pair]
+
+
+@pytest.mark.parametrize("name", ["megatron 2026", "nanotron 2026", "nemo"])
+def test_jobs_of_two_trainers_that_alternate_are_told_apart(name: str, tmp_path: Path) -> None:
+    first, second = named(name), named("torchtitan 2026")
+    steps, others = known_steps(seed=32, count=20), known_steps(seed=33, count=20)
+    lines = alternating(lines_of(first, steps)[-20:], lines_of(second, others)[-20:])
+    lines = [*first.head, *second.head, *lines, ""]
+    log = read(tmp_path, "\n".join(lines))
+    check(log, second, others)
+    num_facts = len(lines) - 41
+    assert log.left_out == ((first.trainer, num_facts + 1, num_facts + 39),)
+    assert [one.rule for one in findings(log)] == ["several-jobs"]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("name", ["torchtitan 2026", "deepspeed", "composer", "nanotron 2026"])
+def test_ranks_that_state_other_facts_are_of_two_jobs(
+    name: str, is_late: bool, tmp_path: Path
+) -> None:
+    version = named(name)
+    steps = known_steps(seed=38, count=20)
+    others = [line.replace(str(BATCH), "256") for line in version.head]
+    others = [line.replace(str(TOKENS), str(2 * TOKENS)) for line in others]
+    head = [f"0: {line}" for line in version.head]
+    other_head = [f"1: {line}" for line in others]
+    lines = [line for step in steps for line in version.lines(step)]
+    body = alternating([f"0: {line}" for line in lines], [f"1: {line}" for line in lines])
+    place = len(body) // 2 if is_late else 0
+    text = "\n".join([*head, *body[:place], *other_head, *body[place:], ""])
+    with pytest.raises(ConfigError, match=r"a log of one job: ranks state .* and "):
+        read(tmp_path, text)
+
+
+def test_facts_of_a_start_without_steps_are_of_none(tmp_path: Path) -> None:
+    version = VERSIONS[1]
+    world = version.head[0].replace("size: 16", "size: 8")
+    lines = [version.head[0], version.head[2], "Killed", world]
+    steps = [line for step in known_steps(seed=41, count=20) for line in version.lines(step)]
+    log = read(tmp_path, "\n".join([*lines, *steps, ""]))
+    assert (log.facts.num_ranks, log.facts.seq_len) == (8, None)
+
+
+def test_ranks_that_log_other_times_are_of_two_jobs(tmp_path: Path) -> None:
+    version = VERSIONS[1]
+    steps = known_steps(seed=39, count=20)
+    slow = [KnownStep(step.number, step.step_s * 1.5, step.loss) for step in steps]
+    lines = alternating(
+        [f"0: {line}" for step in steps for line in version.lines(step)],
+        [f"1: {line}" for step in slow for line in version.lines(step)],
+    )
+    log = read(tmp_path, "\n".join([*version.head, *lines, ""]))
+    (finding,) = findings(log)
+    assert finding.rule == "several-jobs"
+    assert "prefix 1 are of another job" in finding.text
+    assert "by a factor of 1.5." in finding.text
+    # The lines of an earlier start are no measure.
+    again = [line.replace("0: ", "1: ") for line in lines[::2]]
+    log = read(tmp_path, "\n".join([*version.head, *lines[1::2], *version.head, *again, ""]))
+    assert log.other_rank is None
+
+
+def test_epochs_of_nemo_are_no_starts(tmp_path: Path) -> None:
+    version = named("nemo")
+    lines = [line for step in known_steps(seed=40, count=100) for line in version.lines(step)]
+    for epoch in range(1, 4):
+        for place in range(25 * epoch, 25 * epoch + 25):
+            old = f"epoch 0, iteration {place + 1}/"
+            new = f"epoch {epoch}, iteration {place + 1 - 25 * epoch}/"
+            lines[place] = lines[place].replace(old, new)
+    log = read(tmp_path, "\n".join([*lines, ""]))
+    assert [own.number for own in log.steps] == list(range(1, 101))
+    assert not log.restarts
+
+
+@pytest.mark.parametrize(
+    "stamp", ["2026-08-01T10:00:00.123456789Z ", "2026-08-01T10:00:00+02:00 "]
+)
+def test_a_bar_may_follow_a_container_s_time(stamp: str, tmp_path: Path) -> None:
+    lines = "\n".join(hugging_face(known_steps(seed=7, count=200))).replace("\r", "\n")
+    log = read(tmp_path, "".join(f"{stamp}{line}\n" for line in lines.split("\n")))
+    assert log.trainer == "Hugging Face Trainer"
+    assert len(log.steps) > 9
+
+
+def test_lines_of_the_engine_of_a_trainer_are_of_its_job(tmp_path: Path) -> None:
+    steps = known_steps(seed=34, count=30)
+    engine = [line for step in steps for line in named("deepspeed").lines(step)][1::2]
+    bars = hugging_face(steps)
+    log = read(tmp_path, "\n".join([bars[0], *alternating(engine, bars[1:]), ""]))
+    assert log.trainer == "DeepSpeed"
+    assert not log.left_out
+
+
+def test_two_trainers_that_state_facts_alike_are_refused(tmp_path: Path) -> None:
+    lines = lines_of(VERSIONS[0], known_steps(seed=35, count=20))
+    others = [line.replace("(ms): ", "(s): ").replace("size: 16", "size: 8") for line in lines]
+    with pytest.raises(ConfigError, match="Megatron-LM and Megatron-DeepSpeed, which state fa"):
+        read(tmp_path, "\n".join([*alternating(lines, others), ""]))
 
 
 def test_a_loss_that_is_no_number_counts_of_any_rank(tmp_path: Path) -> None:
@@ -489,8 +622,16 @@ def test_mlperf_states_the_time_between_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[INFO] 0/10, SamplesPerSec=12.5\n" * 20, "means since the start"),
+        (
+            "[INFO] 0/10, SamplesPerSec=12.5\n" * 20,
+            "12.5 samples/s is the mean since the start",
+        ),
         ("| elapsed time per iteration (ms): 12\n" * 9, "none of its lines of steps is whole"),
+        (
+            "{'train_runtime': 99.0, 'train_steps_per_second': 0.25, 'epoch': 1.0}\n",
+            "Hugging Face Trainer's 0.25 steps/s is the number of all steps",
+        ),
+        ("{'loss': 2.5, 'learning_rate': 1e-05, 'epoch': 0.1}\n" * 9, "its lines state losses"),
         ("hello\n", "with steps"),
         (
             "\n".join(line for line in mlperf(known_steps(1, 5)) if "global_batch" not in line),

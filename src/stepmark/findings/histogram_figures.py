@@ -1,4 +1,4 @@
-"""Histograms of messages as figures and a page."""
+"""Histograms of messages as figures, and the section of a page that has them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,7 @@ from stepmark.findings.histogram import MESSAGE, lines
 from stepmark.ground.units import format_bytes
 from stepmark.tables.columns import Row, number, text
 from stepmark.tables.figures import Axis, Figure, Kind, Series
-from stepmark.tables.page import Page, Section, paragraph, preformatted
+from stepmark.tables.page import Section, paragraph, preformatted
 from stepmark.tables.row_tables import grouped
 
 
@@ -48,13 +48,17 @@ def bars(rows: Sequence[Row], key: str, *, title: str, unit: str, note: str) -> 
     )
 
 
-def page(title: str, sources: Sequence[tuple[str, Sequence[Row], Sequence[Finding]]]) -> Page:
-    """Return the page of several sources: name, rows of the histogram, findings."""
-    return Page(title=title, sections=[_source(*source) for source in sources])
-
-
-def _source(name: str, rows: Sequence[Row], findings: Sequence[Finding]) -> Section:
-    content = [
+def section(
+    name: str,
+    rows: Sequence[Row],
+    findings: Sequence[Finding] = (),
+    *,
+    description: Sequence[str] = (),
+    more: Sequence[Figure] = (),
+) -> Section:
+    """Return a source: its description, findings, histogram, and more figures before that."""
+    content = [preformatted(*description, is_table=True)] if description else []
+    content += [
         paragraph(
             f"{finding.severity}: {finding.text}",
             "quiet" if finding.severity == "note" else "warning",
@@ -62,7 +66,7 @@ def _source(name: str, rows: Sequence[Row], findings: Sequence[Finding]) -> Sect
         for finding in findings
     ]
     text = [preformatted(*lines(rows))] if rows else []
-    return Section(name, content, [*figures(rows), Section("Rows", text)])
+    return Section(name, content, [*more, *figures(rows), Section("Rows", text)])
 
 
 def _note(rows: Sequence[Row]) -> str:

@@ -20,7 +20,7 @@ class MessageView:
         "training steps in the files, for figures per step"
     )
     tuning: bool = flag("algorithm and protocol by size, as logged", default=False)
-    html: str | None = flag("figures of the histogram as one page", metavar="PATH")
+    html: str | None = flag("the answer, steps and histogram as one page", metavar="PATH")
     force: bool = flag("accept a curve of another number of ranks", default=False, rare=True)
 
     @property
@@ -31,7 +31,7 @@ class MessageView:
     @property
     def shows_histogram(self) -> bool:
         """Whether an option asks for the histogram, or implies it."""
-        implied = (self.by, self.bins, self.curve, self.html)
+        implied = (self.by, self.bins, self.curve)
         return self.histogram or any(value is not None for value in implied)
 
 

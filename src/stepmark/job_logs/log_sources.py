@@ -43,10 +43,15 @@ from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.job_logs.nccl_log.start_rules import healthy_facts
 from stepmark.job_logs.ras_report import looks_like_ras, read_ras
 from stepmark.job_logs.reports import ras_findings
-from stepmark.job_logs.training_log import training_flops, training_log_text
+from stepmark.job_logs.training_log import (
+    training_flops,
+    training_log_figures,
+    training_log_text,
+)
 from stepmark.job_logs.training_log.steady_state import steady_state
 from stepmark.job_logs.training_log.step_lines import read_step_lines
 from stepmark.job_logs.training_log.training_log import TrainingLog, difference_of, log_of
+from stepmark.tables.figures import Figure
 from stepmark.tables.row_tables import LEAD
 from stepmark.tables.table import Table
 from stepmark.text_tables import looks_like_tables
@@ -217,7 +222,7 @@ def _read_steps(path: Path, inputs: Inputs) -> bool:
     """Read the steps of a file, and return whether it has one, be it torn."""
     try:
         lines = read_step_lines(path)
-        if not any(own.steps or own.num_torn for own in lines):
+        if not any(own.steps or own.has_unread for own in lines):
             return False
         inputs.training.append(log_of(path, lines))
     except ConfigError as error:
@@ -264,6 +269,7 @@ class Source:
     endings: tuple[Evidence, ...] = ()  # lines that show the end of the job
     summary: str = ""  # what is in order, in a few words
     headline: str = ""  # what the answer begins with, unless the job failed
+    figures: tuple[Figure, ...] = ()
     histogram_rows: Rows = field(default_factory=list)  # as the options ask for them
     by_curve: dict[str, float | int] | None = None  # totals of expected times
 
@@ -378,6 +384,7 @@ def _training(inputs: Inputs, options: TrainingView) -> Source:
         ),
         lines=tuple(lines),
         headline=headline,
+        figures=tuple(training_log_figures.figures(log, steady)),
         rows=(
             ("training", [training_log_text.summary_row(log, steady)]),
             ("parts", training_log_text.part_rows(log, steady)),

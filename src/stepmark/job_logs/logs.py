@@ -10,7 +10,7 @@ from stepmark.collectives.judgement import Judgement, judge, parse_nics
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
 from stepmark.findings.finding import Finding, Severity
-from stepmark.findings.histogram_figures import page
+from stepmark.findings.histogram_figures import section
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.garbage import no_collection
@@ -34,6 +34,7 @@ from stepmark.job_logs.log_sources import (
 from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json, write_tables
+from stepmark.tables.page import Page
 from stepmark.tables.row_tables import LEAD
 from stepmark.text_tables.validate import validate
 
@@ -293,11 +294,24 @@ class LogReport:
         if self.options.csv:
             write_tables(self._csv_tables(), self.options.csv, "csv")
         if self.options.html:
-            sections = [
-                (f"{one.kind}: {files_text(one)}", one.histogram_rows, one.findings)
-                for one in self.sources
-            ]
-            write_text(self.options.html, page("stepmark logs", sections).html(), "html")
+            write_text(self.options.html, self.page().html(), "html")
+
+    def page(self) -> Page:
+        """Return the answer, and each source with its figures."""
+        return Page(
+            title="stepmark logs",
+            lead=self.answer.text,
+            sections=[
+                section(
+                    f"{source.kind}: {files_text(source)}",
+                    source.histogram_rows,
+                    source.findings,
+                    description=source.lines,
+                    more=source.figures,
+                )
+                for source in self.sources
+            ],
+        )
 
     def document(self) -> dict[str, object]:
         """Return everything as plain values, whatever options limit the text."""
@@ -382,7 +396,7 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     if options.model and not any(source.headline for source in sources):
         raise ConfigError("model", options.model, "given with a training log")
     if not sources and options.html:
-        allowed = "given with logs, dumps or inspector lines: tables have no histogram"
+        allowed = "given with output, logs or dumps of a job: tables have no figures"
         raise ConfigError("html", options.html, allowed)
     found = [table for group in by_file.values() for table in group]
     if not (found or sources or options.tables):

@@ -9,7 +9,7 @@ from stepmark.cases.record import Measured
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
 from stepmark.findings.histogram import ranks_seen
-from stepmark.findings.histogram_figures import page
+from stepmark.findings.histogram_figures import section
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.read_text import read_head
@@ -28,6 +28,7 @@ from stepmark.model.network_options import NetworkChoice
 from stepmark.model.systems import network_of
 from stepmark.store.reader import find_run, read
 from stepmark.tables.columns import Row
+from stepmark.tables.page import Page
 from stepmark.tables.table import Table
 from stepmark.traces import trace_messages_text as report
 from stepmark.traces.kineto.matching import is_synchronizing, match
@@ -61,9 +62,12 @@ def messages(options: MessagesOptions) -> int:
     sources = [*read_sources(others, None), *recorded(words, options.runs, names)]
     view = _View(options, traces, sources)
     if options.html:
-        title = f"messages of {traces.world_size} ranks"
-        document = page("stepmark trace messages", [(title, view.rows, ())])
-        write_text(options.html, replace(document, lead=traces.cut).html(), "html")
+        page = Page(
+            title="stepmark trace messages",
+            lead=traces.cut,
+            sections=[section(f"messages of {traces.world_size} ranks", view.rows)],
+        )
+        write_text(options.html, page.html(), "html")
     tables = {
         "histogram": view.rows,
         "ranks": view.ranks,

@@ -16,7 +16,13 @@ from stepmark.findings.log_facts import (
     GroupProgress,
     Role,
 )
-from stepmark.ground.read_text import is_binary, open_binary, printable, read_head
+from stepmark.ground.read_text import (
+    is_binary,
+    open_binary,
+    printable,
+    read_head,
+    without_colors,
+)
 from stepmark.job_logs.endings import DOUBTFUL, MORE_WORK, NOT_ENDED, ending_of
 from stepmark.job_logs.failures import (
     FOREIGN,
@@ -119,6 +125,8 @@ _WORDS = (
     *(b"train_runtime", b"Trainer.fit", b"Avg bus", b"nThread", b"redop", b"oncluded"),
     *(b"Logging error", b'"run_stop"'),
 )
+# Phrases with such a word in every step of a trainer, whose lines would take long otherwise.
+_OF_STEPS = re.compile(rb"per GPU \(|GPU utilization: |\[Rank \] step=|, RunningAvg")
 # With a date of ISO or of glog.
 _CLOCK = re.compile(
     r"(?:\b(?:\d{4}-|[EFWI])(\d\d)-?(\d\d))?[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"
@@ -295,7 +303,7 @@ class OutputReader:
         has_words, may_be_step = self._shape_of(line)
         is_quiet = not (is_inside or has_words)
         if may_be_step:
-            self._steps[self._file_index].read(printable(line), number)
+            self._steps[self._file_index].read(printable(without_colors(line)), number)
         if self._benchmarks.is_inside or (not is_quiet and b"minBytes" in line):
             self._benchmarks.read(printable(line), number)
         if is_quiet:
@@ -327,7 +335,9 @@ class OutputReader:
         known = self._shapes.get(shape)
         if known is None:
             # The words have no digit, so they are in the shape of any line that has one.
-            known = (any(word in shape for word in _WORDS), bool(STEP_WORDS.search(shape)))
+            words = _OF_STEPS.sub(b"", shape)
+            is_step = bool(STEP_WORDS.search(without_colors(shape)))
+            known = any(word in words for word in _WORDS), is_step
             if len(self._shapes) < _MAX_SHAPES:
                 self._shapes[shape] = known
         return known

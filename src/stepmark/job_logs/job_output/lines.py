@@ -10,10 +10,18 @@ _LAUNCHER_TAG = re.compile(
     r"|\[default(?P<local>\d+)\]: ?|\((?P<worker>[^()]{1,80})\) ?"
     r"|\[pod/[\w./-]{1,253}\] |[A-Za-z][\w.-]{0,63}-\d{1,6} +\| )"
 )
+# A numbered frame of a backtrace: its address, its symbol, of C++ and Rust too, or Python's
+# file, which is indented further where a label precedes a traceback.
+_FRAME = re.compile(
+    r'^ {0,5}\d{1,6}: (?:File "|<?0x[\da-f]{4,16}\b'
+    r"|[^\s(+]{0,500}(?:\([^()]{0,500})?\+0x[\da-f]"
+    r"|[a-z_]\w{0,200}$|<.{1,500}>::[\w{}:]{1,200}$"
+    r"|[\w<>&*$]{1,200}(?:::[\w<>{}$~&*,]{1,200})+(?:\(.*)?$)"
+)
 _LOGGER = re.compile(
     r"^(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]{1,80}:\d+\] ?"
-    r"|^\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,8}[Z ]\s?"
-    r"|^\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,8}\] ?"
+    r"|^\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,10}(?:Z| |[+-]\d\d:?\d\d)\s?"
+    r"|^\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,10}\] ?"
     r"|^[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d "
 )
 
@@ -33,7 +41,7 @@ def split_tag(text: str) -> tuple[int | None, str, str]:
     if match := _RANK_TAG.search(text, 0, 90):
         return int(match[1]), f"rank{match[1]}", text[match.end() :]
     text = _LOGGER.sub("", text, count=1)
-    if match := _LAUNCHER_TAG.match(text):
+    if (match := _LAUNCHER_TAG.match(text)) and not (match["srun"] and _FRAME.match(text)):
         number = match["srun"] or match["mpi"] or match["hydra"]
         # What follows a tag may be indented, so a space after it is not its own.
         tag = match[0].rstrip(": ")

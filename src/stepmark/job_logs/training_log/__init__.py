@@ -4,5 +4,5 @@
 - step_lines.py, starts.py, training_log.py: the steps and the facts of a file, by starts.
 - steady_state.py: warm-up, median, outliers, trend.
 - training_flops.py: FLOP/s and MFU of a known model.
-- training_log_text.py: the answer, tables and findings.
+- training_log_text.py, training_log_figures.py: the answer, tables, findings; figures.
 """

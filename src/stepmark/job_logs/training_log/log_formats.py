@@ -15,6 +15,8 @@ from stepmark.ground.units import GIB, MIB
 Figures = Mapping[str, tuple[str, float]]
 
 BRIDGE = "Megatron-Bridge"
+_MEGATRON_LM = "Megatron-LM"
+_HUGGING_FACE = "Hugging Face Trainer"
 
 # Digits are limited, so that a line of a million digits costs nothing.
 _FINITE = r"[+-]?\d{1,18}(?:,\d{3}){0,6}(?:\.\d{0,18})?(?:[eE][+-]?\d{1,2})?"
@@ -59,8 +61,10 @@ class LogFormat:
     clock, where times are its differences. digits: significant ones of all figures; None: as
     many as are printed. last_digits: unit of the last digit of figures with fixed decimals, as
     the log has them. is_mean: figures are means since the line before. not_steps: lines with
-    such a mark that state no step. rate_mark: without it, a step states no time yet. remark:
-    what limits all its figures.
+    such a mark that state no step. total: a rate of all steps so far, its unit, and what it is.
+    untimed: lines of losses, where another line states the time. zero: a bar that begins, with
+    the number of its steps. within: trainers whose jobs print these lines, too. rate_mark:
+    without it, a step states no time yet. remark: what limits all its figures.
     """
 
     trainer: str
@@ -76,6 +80,10 @@ class LogFormat:
     last_digits: Mapping[str, float] = field(default_factory=dict)
     is_mean: bool = True
     not_steps: str | None = None
+    total: tuple[str, str, str] | None = None
+    untimed: str | None = None
+    zero: str | None = None
+    within: tuple[str, ...] = ()
     rate_mark: str = ""
     remark: str = ""
 
@@ -105,7 +113,7 @@ _MEGATRON_FACTS = _figures(
 )
 FORMATS = (
     LogFormat(
-        trainer="Megatron-LM",
+        trainer=_MEGATRON_LM,
         source="NVIDIA/Megatron-LM, megatron/training/training.py, training_log",
         marks=("elapsed time per iteration (ms): ",),
         figures=_MEGATRON,
@@ -138,13 +146,17 @@ FORMATS = (
         ),
         required=("step_s",),
         last_digits={"step_s": 1e-2},
+        within=(_MEGATRON_LM,),
     ),
     LogFormat(
         trainer="NeMo",
         source="NVIDIA/NeMo, nemo/lightning/pytorch/callbacks/progress_printer.py",
         marks=("train_step_timing in s: ",),
         figures=_figures(
-            number=rf"Training epoch \d{{1,6}}, iteration {_WHOLE}/\d",
+            # An iteration is of its epoch.
+            number=r"Training epoch \d{1,6}, iteration "
+            rf"(?:\d{{1,15}}/.* global_step: {_WHOLE}(?: \||$)"
+            rf"|{_WHOLE}/\d(?!.* global_step: ))",
             step_s=rf"train_step_timing in s: {_N}(?: \||$)",
             batch=rf"global_batch_size: {_WHOLE}(?: \||$)",
             loss=rf"reduced_train_loss: {_N}(?: \||$)",
@@ -220,8 +232,18 @@ FORMATS = (
         ),
         required=("number", "samples_per_s"),
         is_mean=False,
-        # Before 0.7: the mean since the start, and micro-steps.
-        not_steps=r"\d/\d{1,12}, (?:RunningAvg)?SamplesPerSec=",
+        # engine.py: from forward to step, unless the engine loads the data
+        remark="its timer may leave out the time between two steps, such as data loading",
+        # Before 0.7: avg_samples_per_sec of utils/timer.py, at micro-steps.
+        total=(
+            rf"\d/\d{{1,12}}, (?:RunningAvg)?SamplesPerSec={_FACT}(?:, |$)",
+            "samples/s",
+            "the mean since the start, warm-up and slow steps included",
+        ),
+        within=(
+            *(_MEGATRON_LM, "Megatron-DeepSpeed", "DeepSpeed pipeline"),
+            *(_HUGGING_FACE, "Composer"),
+        ),
         fact_marks=("train_batch_size ...",),
         facts=_figures(batch=rf"\btrain_batch_size \.{{3,}} {_WHOLE}$"),
     ),
@@ -288,9 +310,9 @@ FORMATS = (
         ),
     ),
     LogFormat(
-        trainer="Hugging Face Trainer",
+        trainer=_HUGGING_FACE,
         source="huggingface/transformers, trainer_callback.py, ProgressCallback; tqdm's bar",
-        marks=("%|", "'loss': "),
+        marks=("%|", "'loss': ", "'train_steps_per_second': "),
         # Bars of datasets have a name in front; the trainer's have none.
         first=r"^\s*\d{1,3}%\|",
         figures=_figures(
@@ -302,6 +324,14 @@ FORMATS = (
         ),
         required=("number", "clock_s", "loss"),
         not_steps=r"^[^'|]*[^\s'|]\s+\d{1,3}%\|",  # a bar with a name
+        # speed_metrics of trainer_utils.py
+        total=(
+            rf"'train_steps_per_second': '?{_FACT}'?[,}}]",
+            "steps/s",
+            "the number of all steps, also before a resumption, over the time since the start",
+        ),
+        untimed=r"^\{'loss': ",
+        zero=r"\| 0/(\d{1,12}) \[0{1,2}:00<",
         fact_marks=("Total train batch size", "Number of trainable parameters"),
         facts=_figures(
             batch=rf"Total train batch size .{{1,80}} = {_FACT}$",
@@ -329,6 +359,7 @@ FORMATS = (
             seq_len=rf':::MLLOG .*"key": "max_sequence_length", "value": {_WHOLE}, ',
         ),
         resolution_s=1e-3,
+        within=(_MEGATRON_LM, BRIDGE, "NeMo", "torchtitan", _HUGGING_FACE, "Composer"),
         remark="each line is a block of steps between two evaluations",
     ),
 )

@@ -1,7 +1,7 @@
 """The starts of a job in its log: steps of each, with the facts that were stated for them."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ class Start:
     """Steps of a start in the order of their numbers, and the facts stated before them."""
 
     steps: list[LoggedStep]
-    facts: Mapping[str, float]
+    head: Head
 
     @property
     def timed(self) -> list[LoggedStep]:
@@ -51,10 +51,10 @@ def starts_of(
             is_swapped = before is not None and not has_head[place]
             after = steps[place + 1] if place + 1 < len(steps) else None
             if not (is_swapped and _insert(starts[-1].steps, step, after)):
-                starts.append(Start(steps=[step], facts=heads[places[place]].facts))
+                starts.append(Start(steps=[step], head=heads[places[place]]))
         elif _is_again(before, step):
             if not has_ranks and _differs(before, step):
-                starts.append(Start(steps=[step], facts=heads[places[place]].facts))
+                starts.append(Start(steps=[step], head=heads[places[place]]))
         elif step.number > starts[-1].steps[-1].number or step.clock_s is not None:
             starts[-1].steps.append(step)
     return tuple(starts)
@@ -84,13 +84,22 @@ def _is_again(before: LoggedStep, step: LoggedStep) -> bool:
 
 def _differs(before: LoggedStep, step: LoggedStep) -> bool:
     """Return whether lines of one step are of two jobs or starts; a bar is drawn again."""
-    if before.line == step.line:
-        return False
+    ratio = ratio_of(before, step)
+    return before.line != step.line and ratio is not None and is_other(ratio)
+
+
+def ratio_of(before: LoggedStep, step: LoggedStep) -> float | None:
+    """Return the time of a step over that of another, as logged, or the other way of a rate."""
     for name in _COSTS:
         first, second = getattr(before, name), getattr(step, name)
         if first and second:
-            return bool(abs(first - second) > MOST_DIFFERENCE * max(first, second))
-    return False
+            return float(second / first)
+    return None
+
+
+def is_other(ratio: float) -> bool:
+    """Return whether times of one step differ more than ranks of a job do."""
+    return 1 - min(ratio, 1 / ratio) > MOST_DIFFERENCE
 
 
 def _insert(steps: list[LoggedStep], step: LoggedStep, after: LoggedStep | None) -> bool:

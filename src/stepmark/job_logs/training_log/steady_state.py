@@ -1,22 +1,24 @@
 """The steady state of a training log: warm-up, median, outliers and trend of its steps.
 
 Warm-up: the first line, and as many as stats.steady_from leaves out (MSER) of costs that are
-limited to outliers' bounds. Outliers: slower than the median by more than 5 standard deviations
-by the median absolute deviation, and by more than 2 %. Two speeds: a gap between times that is
-wider than these bounds of both sides, with a quarter of the lines on each. The interval of the
-median and the test of the trend (Mann and Kendall; slope by Theil and Sen) count as many
-independent steps as an autoregression with the autocorrelation r of neighbours has:
-n (1 - r) / (1 + r). Fewer than 6 have no interval: in more than 5 % of cases all of 5 lie on
-one side of the median.
+limited to outliers' bounds; before that, all lines of another global batch than the last.
+A log is never steady where that is more than half of its lines, and these have a trend.
+Outliers: slower than the median by more than 5 standard deviations by the median absolute
+deviation, and by more than 2 %. Two speeds: a gap between times that is wider than these bounds
+of both sides, with a quarter of the lines on each. The interval of the median and the test of
+the trend (Mann and Kendall; slope by Theil and Sen) count as many independent steps as an
+autoregression with the autocorrelation r of neighbours has: n (1 - r) / (1 + r). Fewer than 6
+have no interval: in more than 5 % of cases all of 5 lie on one side of the median.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import NormalDist, fmean, median
 
 from stepmark.ground.stats import quantile, steady_from
+from stepmark.job_logs.training_log.step_lines import LoggedStep
 from stepmark.job_logs.training_log.training_log import TrainingLog
 
 _FEWEST = 8  # lines from which warm-up, outliers and a trend can be told
@@ -35,15 +37,17 @@ _LEAST_TREND = 0.002  # over all steady steps
 class SteadyState:
     """Statistics of costs (TrainingLog.costs) after warm-up.
 
-    num_warmup and outliers: lines of the log, from 0. low and high: the 95 % interval of the
-    median, at least as wide as figures are rounded; None: too few lines. rounding: unit of the
-    last digit, relative. speeds: lines and median cost of each of two speeds, between which
-    steps change. outlier_share: of the time, beyond the median. trend: change of the cost over
-    1,000 steps, relative; None: none that is certain. is_steady: whether warm-up ends in the
-    first half of the log; else statistics are those of its second half.
+    num_warmup and outliers: lines of the log, from 0. num_others: lines of another
+    global batch, before that. low and high: the 95 % interval of the median, at least as wide
+    as figures are rounded; None: too few lines. rounding: unit of the last digit, relative.
+    speeds: lines and median cost of each of two speeds, between which steps change.
+    outlier_share: of the time, beyond the median. trend: change of the cost over 1,000 steps,
+    relative; None: none that is certain. is_steady: whether warm-up ends in the first half of
+    the log (of its last global batch); else statistics are those of its second half.
     """
 
     num_warmup: int
+    num_others: int = 0
     num_lines: int
     num_steps: int
     median: float
@@ -60,8 +64,9 @@ class SteadyState:
     @property
     def doubt(self) -> str:
         """Return why the median is not the time of a steady step; empty: it is."""
-        if self.num_warmup + self.num_lines < _FEWEST:
-            return f"it has fewer than {_FEWEST} lines of steps, so its warm-up is unknown"
+        if self.num_warmup - self.num_others + self.num_lines < _FEWEST:
+            what = "steps of its last global batch" if self.num_others else "steps"
+            return f"it has fewer than {_FEWEST} lines of {what}, so its warm-up is unknown"
         if not self.is_steady:
             return "its steps never become steady"
         if self.speeds:
@@ -71,15 +76,12 @@ class SteadyState:
 
 def steady_state(log: TrainingLog) -> SteadyState:
     """Return the steady state of a log."""
-    costs = log.costs
-    num_warmup = min(1, len(costs) - 1)
-    is_steady = True
-    if len(costs) >= _FEWEST:
-        limited = _limited(costs[1:])
-        steady = steady_from(limited)
-        is_steady = steady is not None
-        num_warmup = 1 + steady if steady is not None else len(costs) // 2
-    own = costs[num_warmup:]
+    num_others = _num_of_other_batches(log.steps)
+    costs = log.costs[num_others:]
+    steady_after = min(1, len(costs) - 1) if len(costs) < _FEWEST else _num_warmup(costs)
+    is_steady = steady_after is not None
+    num_warmup = num_others + (len(costs) // 2 if steady_after is None else steady_after)
+    own = log.costs[num_warmup:]
     spans = [step.span for step in log.steps[num_warmup:]]
     ordered = sorted(own)
     middle = quantile(ordered, 0.5)
@@ -93,6 +95,7 @@ def steady_state(log: TrainingLog) -> SteadyState:
     numbers = [step.number for step in log.steps[num_warmup:]]
     return SteadyState(
         num_warmup=num_warmup,
+        num_others=num_others,
         num_lines=len(own),
         num_steps=sum(spans),
         median=middle,
@@ -106,6 +109,13 @@ def steady_state(log: TrainingLog) -> SteadyState:
         trend=_trend(numbers, own) if len(own) >= _FEWEST else None,
         is_steady=is_steady,
     )
+
+
+def _num_of_other_batches(steps: Sequence[LoggedStep]) -> int:
+    """Return the number of lines before the last change of the global batch."""
+    places = [place for place, step in enumerate(steps) if step.batch]
+    changes = (b for a, b in pairwise(places) if steps[a].batch != steps[b].batch)
+    return max(changes, default=0)
 
 
 def _bound(costs: Sequence[float]) -> tuple[float, float]:
@@ -171,21 +181,43 @@ def _trend(numbers: Sequence[int], costs: Sequence[float]) -> float | None:
     """Return the relative change over 1,000 steps, if it is certain and not negligible."""
     every = math.ceil(len(costs) / _MOST_POINTS)
     points = list(zip(numbers[::every], costs[::every], strict=True))
-    n = len(points)
-    sign = 0
-    slopes = []
-    for place, (x, y) in enumerate(points):
-        for later_x, later_y in points[place + 1 :]:
-            sign += (later_y > y) - (later_y < y)
-            if later_x > x:
-                slopes.append((later_y - y) / (later_x - x))
+    slopes = [
+        (later_y - y) / (later_x - x)
+        for (x, y), (later_x, later_y) in combinations(points, 2)
+        if later_x > x
+    ]
     if not slopes:
         return None
     slope = median(slopes)
     # A trend is itself a correlation of neighbours (Hamed and Rao, J. Hydrology 204, 1998).
     correlation = _autocorrelation(_limited([y - slope * x for x, y in points]))
-    variance = n * (n - 1) * (2 * n + 5) / 18 * (1 + correlation) / (1 - correlation)
-    p = 2 * (1 - NormalDist().cdf(max(0, abs(sign) - 1) / math.sqrt(variance)))
+    p = _p_without_trend([y for _, y in points], correlation)
     change = slope / median(costs)
     is_certain = p <= _TREND_P and abs(change) * (numbers[-1] - numbers[0]) >= _LEAST_TREND
     return 1000 * change if is_certain else None
+
+
+def _p_without_trend(costs: Sequence[float], correlation: float) -> float:
+    """Return how likely costs without a trend rank as these do (Mann and Kendall)."""
+    n = len(costs)
+    sign = sum((later > own) - (later < own) for own, later in combinations(costs, 2))
+    variance = n * (n - 1) * (2 * n + 5) / 18 * (1 + correlation) / (1 - correlation)
+    return 2 * (1 - NormalDist().cdf(max(0, abs(sign) - 1) / math.sqrt(variance)))
+
+
+def _num_warmup(costs: Sequence[float]) -> int | None:
+    """Return the number of lines before the steady state; None: there is none.
+
+    MSER may leave out more than half of a few lines, or of rounded ones, by chance, so these
+    must have a trend, too: without one, all are steady but the first, and outliers after it.
+    """
+    limited = _limited(costs[1:])
+    num_unsteady = steady_from(limited)
+    if num_unsteady is not None:
+        return 1 + num_unsteady
+    every = math.ceil(len(limited) / _MOST_POINTS)
+    if _p_without_trend(limited[::every], 0.0) <= _TREND_P:
+        return None
+    middle, bound = _bound(costs[1:])
+    within = (place for place, cost in enumerate(costs) if abs(cost - middle) <= bound)
+    return next((place for place in within if place), 1)

@@ -24,6 +24,7 @@ _WORDS = tuple(
 )
 _NO_LOSS = -1.0  # torchtitan, of a rank that is not in the last pipeline stage
 _INTEGER = re.compile(r"\d+")
+_OF_JOB = ("num_ranks", "batch", "seq_len", "tokens")  # facts that no rank has for itself
 _POSITIVE = ("step_s", "samples_per_s", "tokens_per_s", "tokens_per_s_gpu", "batches_per_s")
 
 
@@ -71,18 +72,36 @@ class LoggedStep:
 
 @dataclass(slots=True, kw_only=True)
 class Head:
-    """Facts that are stated of the steps after `line`; tags: of those that state them."""
+    """Facts that are stated of the steps after `line`, by the launcher's tag of their lines.
+
+    late: other values that further ranks state after the first of these steps.
+    """
 
     line: int
-    facts: dict[str, float] = field(default_factory=dict)
-    tags: set[str] = field(default_factory=set)
+    by_tag: dict[str, dict[str, float]] = field(default_factory=dict)
+    late: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """The facts of all ranks."""
+        return {name: value for own in self.by_tag.values() for name, value in own.items()}
+
+    @property
+    def conflict(self) -> tuple[str, list[float]] | None:
+        """A fact of the whole job of which ranks state different values."""
+        for name in _OF_JOB:
+            values = {own[name] for own in (*self.by_tag.values(), self.late) if name in own}
+            if len(values) > 1:
+                return name, sorted(values)
+        return None
 
 
 @dataclass(slots=True)
 class StepLines:
     """Lines of one format in a file: steps by launcher's tag, and facts of each start.
 
-    num_torn: lines of steps of which a needed figure is cut.
+    num_torn: lines of steps of which a needed figure is cut. num_untimed: lines of losses
+    without a step. total: the last rate of all steps so far, as printed.
     """
 
     log_format: LogFormat
@@ -90,9 +109,17 @@ class StepLines:
     heads: list[Head] = field(default_factory=lambda: [Head(line=0)])
     num_torn: int = 0
     num_other: int = 0
+    num_untimed: int = 0
+    total: str = ""
     num_steps: int = 0
     _open: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    _zero_bars: dict[str, set[str]] = field(default_factory=dict)  # lengths since the last step
     _num_before_head: int = 0  # of steps
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether lines of the trainer are no steps, though a job that trains prints them."""
+        return bool(self.num_torn or self.total or self.num_untimed)
 
     def read(self, text: str, line: int) -> None:
         """Read a line that may be of this format."""
@@ -105,13 +132,20 @@ class StepLines:
         if own.not_steps and compiled(own.not_steps).search(body):
             self.num_other += 1
             return
+        if own.total and (match := compiled(own.total[0]).search(body)):
+            self.total = match[1]
+            return
         if own.first is None:
             self._add(tag, body, line)
         elif compiled(own.first).search(body):
             self._close(tag)
             self._open[tag] = (line, [body])
+            if own.zero and (match := compiled(own.zero).search(body)):
+                self._zero_bars.setdefault(tag, set()).add(match[1])
         elif tag in self._open and len(self._open[tag][1]) < _MAX_LINES:
             self._open[tag][1].append(body)
+        elif own.untimed and compiled(own.untimed).search(body):
+            self.num_untimed += 1
 
     def close(self) -> None:
         """Add the steps whose last line is that of the file."""
@@ -127,9 +161,22 @@ class StepLines:
         step = self.step_of(text, line, len(self.steps.get(tag, ())) + 1)
         if step is None:
             self.num_torn += 1
-        elif tag in self.steps or len(self.steps) < _MAX_TAGS:
+            return
+        bars = self._zero_bars.pop(tag, ())
+        # Evaluations have bars of their own length.
+        if any(f"/{length} [" in text for length in bars):
+            self._begin_again(line - 1)
+        if tag in self.steps or len(self.steps) < _MAX_TAGS:
             self.steps.setdefault(tag, []).append(step)
             self.num_steps += 1
+
+    def _begin_again(self, line: int) -> None:
+        """Begin a start with the facts stated before, unless facts did since the last step."""
+        if self.num_steps > self._num_before_head:
+            head = self.heads[-1]
+            by_tag = {tag: dict(facts) for tag, facts in head.by_tag.items()}
+            self.heads.append(Head(line=line, by_tag=by_tag))
+            self._num_before_head = self.num_steps
 
     def step_of(self, text: str, line: int, place: int) -> LoggedStep | None:
         """Return what a text states; None where a needed figure is missing or impossible.
@@ -178,13 +225,18 @@ class StepLines:
         head = self.heads[-1]
         num_steps = self.num_steps + sum(len(texts) > 1 for _, texts in self._open.values())
         if name != "memory_bytes" and num_steps > self._num_before_head:
-            if head.facts.get(name) == value and tag not in head.tags:
+            if tag not in head.by_tag and name in head.facts:
+                if value != head.facts[name]:
+                    head.late[name] = value
                 return
             head = Head(line=line)
             self.heads.append(head)
             self._num_before_head = num_steps
-        head.facts[name] = value
-        head.tags.add(tag)
+        if tag in head.by_tag or len(head.by_tag) < _MAX_TAGS:
+            own = head.by_tag.setdefault(tag, {})
+            if name in _OF_JOB and own.get(name, value) != value:
+                own.clear()  # facts of a start that ended before its first step
+            own[name] = value
 
 
 def read_step_lines(path: Path) -> list[StepLines]:
@@ -207,7 +259,7 @@ def read_step_lines(path: Path) -> list[StepLines]:
                     raise ConfigError("file", path, allowed)
     for reader in readers:
         reader.close()
-    return [own for own in readers if own.steps or own.num_torn or own.num_other]
+    return [own for own in readers if own.steps or own.has_unread or own.num_other]
 
 
 def has_steps(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """A training log: the steps of its last start, with their times, and the facts of the job."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -10,7 +10,9 @@ from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.training_log.log_formats import BRIDGE, LogFormat
 from stepmark.job_logs.training_log.starts import (
     FEWEST_LINES,
-    MOST_DIFFERENCE,
+    Start,
+    is_other,
+    ratio_of,
     shown_start,
     starts_of,
 )
@@ -59,7 +61,9 @@ class TrainingLog:
     blocks of steps, where a clock tells it. num_ranks_logged: ranks with lines of these steps.
     restarts: first steps of all starts but the first; num_later: those after the steps.
     empty_start: the line of facts after all steps. left_out: other trainers, with their first
-    and last lines. bad_losses: lines of any rank whose loss is no number. num_torn: lines of
+    and last lines. other_starts: steps of each start but that one, timed by its own facts.
+    other_rank: tag of a rank that logs other times of these steps, and the ratio of the longer
+    to the shorter. bad_losses: lines of any rank whose loss is no number. num_torn: lines of
     steps that are cut.
     """
 
@@ -71,8 +75,10 @@ class TrainingLog:
     time_from: str
     pause_s: float = 0.0
     num_ranks_logged: int = 1
+    other_rank: tuple[str, float] | None = None
     restarts: tuple[LoggedStep, ...] = ()
     num_later: int = 0
+    other_starts: tuple[tuple[LoggedStep, ...], ...] = ()
     empty_start: int | None = None
     left_out: tuple[tuple[str, int, int], ...] = ()
     bad_losses: tuple[LoggedStep, ...] = ()
@@ -88,10 +94,14 @@ class TrainingLog:
     @property
     def costs(self) -> list[float]:
         """Seconds of each step; where they are unknown, of one token of a GPU or a sample."""
+        return [cost for own in self.steps if (cost := self.cost_of(own))]
+
+    def cost_of(self, step: LoggedStep) -> float | None:
+        """Return the cost of a step of any start; None where it does not state that."""
         if self.unit == SECONDS:
-            return [own.step_s for own in self.steps if own.step_s]
-        name = "tokens_per_s_gpu" if self.unit == TOKENS else "samples_per_s"
-        return [1 / getattr(own, name) for own in self.steps]
+            return step.step_s
+        rate = step.tokens_per_s_gpu if self.unit == TOKENS else step.samples_per_s
+        return 1 / rate if rate else None
 
 
 def read_training_log(path: Path) -> TrainingLog:
@@ -108,6 +118,11 @@ def log_of(path: Path, readers: Sequence[StepLines]) -> TrainingLog:
     last = max(_with_most(with_steps), key=lambda own: _lines(own)[1])
     of_job = [own for own in with_steps if _is_of_job(own, last)]
     others = [own for own in with_steps if not _is_of_job(own, last)]
+    for own in others:
+        if {*own.log_format.fact_marks} & {*last.log_format.fact_marks}:
+            trainers = f"{own.log_format.trainer} and {last.log_format.trainer}"
+            allowed = f"a log of one job: it has steps of {trainers}, which state facts alike"
+            raise ConfigError("file", path, allowed)
     # Megatron-Bridge's first rank prints a time without a number, its last rank the whole line.
     best = max(of_job, key=lambda own: (own.log_format.has_numbers, _most(own)))
     log = _log(path, best)
@@ -129,15 +144,29 @@ def _lines(lines: StepLines) -> tuple[int, int]:
 
 
 def _is_of_job(own: StepLines, last: StepLines) -> bool:
+    """Return whether one job prints both: at the same time, and its trainer runs the other."""
     first, end = _lines(last)
-    return own is last or (_lines(own)[0] <= end and first <= _lines(own)[1])
+    formats = own.log_format, last.log_format
+    is_one = (
+        formats[0].trainer == formats[1].trainer
+        or formats[0].trainer in formats[1].within
+        or formats[1].trainer in formats[0].within
+    )
+    return own is last or (is_one and _lines(own)[0] <= end and first <= _lines(own)[1])
 
 
 def _refusal(readers: Sequence[StepLines]) -> str:
     if any(own.num_torn for own in readers):
         return ": none of its lines of steps is whole"
+    for own in readers:
+        if own.total and own.log_format.total:
+            _, unit, meaning = own.log_format.total
+            words = f"{own.log_format.trainer}'s {own.total} {unit} is {meaning}"
+            return f" with the time or the rate of single steps: {words}"
+    if any(own.num_untimed for own in readers):
+        return " with times: its lines state losses, and no progress bar or rate is in it"
     if any(own.num_other for own in readers):
-        return ": its lines are means since the start, evaluations or other bars, and no step"
+        return ": its lines are evaluations or other bars, and no step"
     return ", with steps"
 
 
@@ -153,23 +182,20 @@ def _log(path: Path, lines: StepLines) -> TrainingLog:
     )
     starts = starts_of(path, lines.steps[tag], lines.heads)
     shown = shown_start(starts)
-    facts = LogFacts(**{name: int(value) for name, value in starts[shown].facts.items()})
     own = lines.log_format
-    steps, pause_s = starts[shown].timed, 0.0
-    if not steps:
-        raise ConfigError("file", path, "a log that states the time or the rate of its steps")
+    if conflict := starts[shown].head.conflict:
+        name, values = conflict
+        words = " and ".join(f"{value:,.0f}" for value in values)
+        raise ConfigError("file", path, f"a log of one job: ranks state {_NAMES[name]} {words}")
+    facts = _facts(starts[shown])
+    steps, pause_s = _timed(path, own, starts[shown])
     time_from = "as printed"
     if "samples" in own.figures:
-        steps, pause_s = _of_blocks(path, steps, facts.batch, own.resolution_s)
         time_from = "by the clock of its blocks"
     elif own.resolution_s:
-        steps = _by_clock(path, steps, own.resolution_s)
         time_from = "by the clock of its bar, in whole seconds"
-    else:
-        steps = _spans(steps, is_mean=own.is_mean)
-        if "step_s" not in own.figures:
-            time_from = f"by its {_RATES[_cost_name(steps[-1], facts)]}"
-    steps = [_completed(step, facts, own) for step in steps]
+    elif "step_s" not in own.figures:
+        time_from = f"by its {_RATES[_cost_name(starts[shown].timed[-1], facts)]}"
     return TrainingLog(
         file=str(path),
         trainer=own.trainer,
@@ -179,14 +205,64 @@ def _log(path: Path, lines: StepLines) -> TrainingLog:
         time_from=time_from,
         pause_s=pause_s,
         num_ranks_logged=len(lines.steps),
+        other_rank=_other_rank(lines, starts[shown].steps),
         restarts=tuple(start.steps[0] for start in starts[1:]),
         num_later=len(starts) - 1 - shown,
+        other_starts=tuple(_other_starts(path, own, starts, shown)),
         empty_start=_empty_start(lines),
         bad_losses=_bad_losses(lines, starts[shown].steps[0]),
         num_torn=lines.num_torn,
         digits=own.digits,
         remark=own.remark,
     )
+
+
+def _facts(start: Start) -> LogFacts:
+    return LogFacts(**{name: int(value) for name, value in start.head.facts.items()})
+
+
+def _timed(path: Path, own: LogFormat, start: Start) -> tuple[list[LoggedStep], float]:
+    """Return the steps of a start with their times or rates, and the time between blocks."""
+    steps, pause_s = start.timed, 0.0
+    facts = _facts(start)
+    if not steps:
+        raise ConfigError("file", path, "a log that states the time or the rate of its steps")
+    if "samples" in own.figures:
+        steps, pause_s = _of_blocks(path, steps, facts.batch, own.resolution_s)
+    elif own.resolution_s:
+        steps = _by_clock(path, steps, own.resolution_s)
+    else:
+        steps = _spans(steps, is_mean=own.is_mean)
+    return [_completed(step, facts, own) for step in steps], pause_s
+
+
+def _other_starts(
+    path: Path, own: LogFormat, starts: Sequence[Start], shown: int
+) -> Iterator[tuple[LoggedStep, ...]]:
+    """Yield the steps of each start but the shown one; none where they have no time."""
+    for place, start in enumerate(starts):
+        if place == shown:
+            continue
+        try:
+            yield tuple(_timed(path, own, start)[0])
+        except ConfigError:
+            yield ()
+
+
+def _other_rank(lines: StepLines, steps: Sequence[LoggedStep]) -> tuple[str, float] | None:
+    """Return the tag that logs other times of these steps, and how many times as long."""
+    by_number = {own.number: own for own in steps}
+    for tag, others in lines.steps.items():
+        pairs = [
+            (by_number[own.number], own)
+            for own in others
+            if own.number in by_number and own.line >= steps[0].line
+        ]
+        ratios = [ratio for pair in pairs if (ratio := ratio_of(*pair))]
+        middle = median(ratios) if len(ratios) >= FEWEST_LINES else 1.0
+        if is_other(middle):
+            return tag, max(middle, 1 / middle)
+    return None
 
 
 def _empty_start(lines: StepLines) -> int | None:
@@ -269,25 +345,38 @@ def _of_blocks(
 
 def _completed(step: LoggedStep, facts: LogFacts, log_format: LogFormat) -> LoggedStep:
     """Return the step with what follows from its figures and the facts without rounding."""
-    figures = asdict(step)
-    batch = step.batch or facts.batch
     tokens = tokens_of(facts, step.batch)
     ranks = facts.num_ranks
-    if figures["tokens_per_s"] is None and step.tokens_per_s_gpu and ranks:
-        figures["tokens_per_s"] = step.tokens_per_s_gpu * ranks
+    tokens_per_s = step.tokens_per_s
+    if tokens_per_s is None and step.tokens_per_s_gpu and ranks:
+        tokens_per_s = step.tokens_per_s_gpu * ranks
     name = _cost_name(step, facts)
     rounding = step.rounding
     if log_format.digits:
         rounding = 10.0 ** (1 - log_format.digits)
     elif unit := log_format.last_digits.get(name):
         rounding = unit / getattr(step, name)
-    if step.step_s is None:
-        figures["step_s"] = _step_s(figures, batch, tokens)
-    if figures["tokens_per_s"] is None and figures["step_s"] and tokens:
-        figures["tokens_per_s"] = tokens / figures["step_s"]
-    if step.tokens_per_s_gpu is None and figures["tokens_per_s"] and ranks:
-        figures["tokens_per_s_gpu"] = figures["tokens_per_s"] / ranks
-    return LoggedStep(**{**figures, "rounding": rounding})
+    step_s = step.step_s
+    if step_s is None:
+        # The rate with most digits counts.
+        amounts = (
+            (step.batch or facts.batch, step.samples_per_s),
+            (tokens, tokens_per_s),
+            (1, step.batches_per_s),
+        )
+        step_s = next((amount / rate for amount, rate in amounts if amount and rate), None)
+    if tokens_per_s is None and step_s and tokens:
+        tokens_per_s = tokens / step_s
+    of_gpu = step.tokens_per_s_gpu
+    if of_gpu is None and tokens_per_s and ranks:
+        of_gpu = tokens_per_s / ranks
+    return replace(
+        step,
+        step_s=step_s,
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_gpu=of_gpu,
+        rounding=rounding,
+    )
 
 
 def tokens_of(facts: LogFacts, batch: float | None) -> int | None:
@@ -313,21 +402,6 @@ def _cost_name(step: LoggedStep, facts: LogFacts) -> str:
     if step.batches_per_s:
         return "batches_per_s"
     return "tokens_per_s_gpu" if step.tokens_per_s_gpu else "samples_per_s"
-
-
-def _step_s(
-    figures: dict[str, float | None], batch: float | None, tokens: float | None
-) -> float | None:
-    """Return the seconds of a step by a rate; the one with most digits counts."""
-    for amount, name in (
-        (batch, "samples_per_s"),
-        (tokens, "tokens_per_s"),
-        (1, "batches_per_s"),
-    ):
-        rate = figures[name]
-        if amount and rate:
-            return amount / rate
-    return None
 
 
 def _unit(path: Path, steps: Sequence[LoggedStep]) -> str:
@@ -357,6 +431,6 @@ def difference_of(own: TrainingLog, other: TrainingLog) -> str:
     if own.unit != other.unit or not both:
         return ""
     ratio = median(times[0][number] / times[1][number] for number in both)
-    if abs(ratio - 1) <= MOST_DIFFERENCE:
+    if not is_other(ratio):
         return ""
     return f"the same steps take {ratio:.3g} times as long"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from statistics import median
 
 from stepmark.findings.finding import Evidence, Finding, Severity
@@ -75,7 +75,8 @@ def headline(log: TrainingLog, steady: SteadyState) -> str:
 def _interval(steady: SteadyState) -> str:
     if steady.low is None or steady.high is None:
         return "too few lines for an interval"
-    return f"median +-{(steady.high - steady.low) / 2 / steady.median:.2%}"
+    half = (steady.high - steady.low) / 2 / steady.median
+    return f"median +-{half:.2%}" if half >= 1e-4 else "median within 0.01%"
 
 
 def _by_value(log: TrainingLog, costs: tuple[float, float]) -> tuple[float, float]:
@@ -122,6 +123,9 @@ def _facts(log: TrainingLog, steady: SteadyState) -> Iterator[str]:
     yield f"{'training':<{LEAD}}{', '.join(words)}"
     times = [f"times {log.time_from}" if log.unit == SECONDS else "rates as printed"]
     times += [span] if (span := span_text(log)) else []
+    if steady.num_others:
+        number = log.steps[steady.num_others].number
+        times.append(f"steps before {number} have another global batch, and count as warm-up")
     times += [f"figures of {log.digits} significant digits"] if log.digits else []
     times += [log.remark] if log.remark else []
     times.append("another launch may differ by more than these steps do")
@@ -131,8 +135,15 @@ def _facts(log: TrainingLog, steady: SteadyState) -> Iterator[str]:
     if steady.outliers:
         yield f"{'outliers':<{LEAD}}{_outliers(log, steady)}"
     if steady.trend is not None:
-        change = "longer" if steady.trend > 0 else "shorter"
-        yield f"{'trend':<{LEAD}}steps get {abs(steady.trend):.2%} {change} every 1,000 steps"
+        yield f"{'trend':<{LEAD}}{_trend(log, steady.trend, steady.num_warmup)}"
+
+
+def _trend(log: TrainingLog, per_1000: float, num_warmup: int) -> str:
+    """Return the change over the steps of the log: further ones need not go on so."""
+    begin, end = log.steps[num_warmup].number, log.steps[-1].number
+    change = per_1000 * (end - begin) / 1000
+    word = "longer" if change > 0 else "shorter"
+    return f"steps get {abs(change):.2%} {word} from step {begin} to {end}"
 
 
 def span_text(log: TrainingLog) -> str:
@@ -225,6 +236,7 @@ def figure_rows(log: TrainingLog) -> list[Row]:
 def step_rows(log: TrainingLog, steady: SteadyState) -> list[Row]:
     """Return a row per line of steps."""
     outliers = set(steady.outliers)
+    names = [each.name for each in fields(LoggedStep) if each.name != "number"]
     return [
         {
             "step": own.number,
@@ -233,7 +245,7 @@ def step_rows(log: TrainingLog, steady: SteadyState) -> list[Row]:
             else "outlier"
             if place in outliers
             else "steady",
-            **{name: value for name, value in asdict(own).items() if name != "number"},
+            **{name: getattr(own, name) for name in names},
         }
         for place, own in enumerate(log.steps)
     ]
@@ -283,10 +295,19 @@ def findings(log: TrainingLog) -> Iterator[Finding]:
         )
     for trainer, first, last in log.left_out:
         yield Finding(
-            # The end of a later job is not that of these steps.
-            rule="several-jobs" if first > log.steps[-1].line else "steps-left-out",
+            # The end of a file is that of these steps where no other job went on beside them.
+            rule="several-jobs" if last > log.steps[0].line else "steps-left-out",
             severity=Severity.WARNING,
             text=f"Steps of another job are left out: {trainer}'s in lines {first} to {last}.",
+        )
+    if log.other_rank:
+        tag, ratio = log.other_rank
+        yield Finding(
+            rule="several-jobs",
+            severity=Severity.WARNING,
+            text=f"Lines with the prefix {tag} are of another job: their times of the same "
+            f"steps differ by a factor of {ratio:.3g}.",
+            action="Read the log of each job by itself.",
         )
     bad = log.bad_losses
     if bad:
