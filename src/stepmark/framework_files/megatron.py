@@ -7,6 +7,7 @@ each is here.
 
 import re
 import shlex
+from collections.abc import Mapping
 
 from stepmark.framework_files import vocabulary
 from stepmark.framework_files.layer_frequency import dense_layers
@@ -29,7 +30,7 @@ from stepmark.ground.errors import ConfigError
 _MLA = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 _MLA_DEFAULTS = ("0", "32", "128", "64", "128")
 _PER_NODE = 8
-_ROTARY = ("rope", "yarn", "mrope", "none")
+_WITHOUT_TABLE = ("mrope", "none")  # of positions, as rotary ones
 
 _MODEL = {
     **same("num-layers", "hidden-size", "ffn-hidden-size"),
@@ -565,17 +566,22 @@ _REFUSED = {
     **refused("left out: give --tensor-model-parallel-size", "model-parallel-size"),
     **refused("left out: name the YAML file itself", "yaml-cfg"),
 }
+# Arguments that set another one, in the order of validate_args: the later one wins.
+_SETS: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("fp16", "true"): ("dtype", "fp16"),
+    ("bf16", "true"): ("dtype", "bf16"),
+    ("checkpoint-activations", "true"): ("recompute-granularity", "full"),  # of earlier versions
+    ("recompute-activations", "true"): ("recompute-granularity", "selective"),
+    ("use-rotary-position-embeddings", "true"): ("position-embedding-type", "rope"),
+    ("position-embedding-type", "rope"): ("max-position-embeddings", "0"),
+    ("position-embedding-type", "yarn"): ("max-position-embeddings", "0"),
+}
 # Keys that `prepare` joins into others.
 VPP = "num-layers-per-virtual-pipeline-stage"
 JOINED = (
-    *("bf16", "fp16", "group-query-attention", "multi-latent-attention", "nnodes"),
-    *(
-        "checkpoint-activations",
-        "nproc_per_node",
-        VPP,
-        "recompute-activations",
-    ),
-    *("use-rotary-position-embeddings", "padded-vocab-size"),
+    *(name for name, _ in _SETS if name != "position-embedding-type"),
+    *("group-query-attention", "multi-latent-attention", "nnodes", "nproc_per_node"),
+    *(VPP, "padded-vocab-size"),
 )
 
 
@@ -599,19 +605,28 @@ def keys_of_words(words: list[str], where: str) -> Keys:
     return {name: value or "true" for name, value in keys.items()}
 
 
+def replaced(keys: Keys) -> Keys:
+    """Return the arguments with those that others set in the place of these."""
+    keys = dict(keys)
+    for (name, value), (other, text) in _SETS.items():
+        if keys.get(name) == value:
+            del keys[name]
+            keys[other] = text
+    return keys
+
+
 def _prepare(keys: Keys) -> Keys:
     """Join arguments that mean one option, as validate_args of Megatron-LM does."""
     keys = {name: value for name, value in keys.items() if not _is_absent(name, value)}
-    keys["dtype"] = next((name for name in ("bf16", "fp16") if keys.pop(name, "")), "fp32")
+    if "bf16" in keys and "fp16" in keys:
+        raise ConfigError("fp16", keys["fp16"], "left out with --bf16")
+    keys = replaced(keys)
+    keys.setdefault("dtype", "fp32")
     if nproc := keys.pop("nproc_per_node", ""):
         count = keys.pop("nnodes", "1") or "1"
         if nproc.isdecimal() and count.isdecimal():
             keys["world-size"] = str(int(nproc) * int(count))
     keys.pop("nnodes", None)
-    if keys.pop("recompute-activations", ""):
-        keys["recompute-granularity"] = "selective"
-    if keys.pop("checkpoint-activations", ""):  # of earlier versions
-        keys.setdefault("recompute-granularity", "full")
     if "recompute-modules" in keys:
         keys["recompute-modules"] = ",".join(keys["recompute-modules"].split())
     if keys.get("moe-token-dispatcher-type") == "flex":
@@ -683,12 +698,10 @@ def _prepare_attention(keys: Keys, *, is_mla: bool) -> None:
             keys.setdefault(name, default)
         else:
             keys.pop(name, None)
-    positions = keys.get("position-embedding-type", "learned_absolute")
-    if keys.pop("use-rotary-position-embeddings", "") or is_mla:
-        positions = "rope"
-    if positions in ("rope", "yarn", "learned_absolute"):
+    positions = keys.get("position-embedding-type")
+    if is_mla or positions == "learned_absolute":
         keys.pop("position-embedding-type", None)
-    if positions in _ROTARY:
+    if is_mla or positions in _WITHOUT_TABLE:
         keys["max-position-embeddings"] = "0"
 
 
