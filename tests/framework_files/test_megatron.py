@@ -263,3 +263,17 @@ def test_another_framework_is_refused(tmp_path: Path) -> None:
     cls = workload_flags.options_class("deepspeed", has_ignored=False)
     with pytest.raises(ConfigError, match="framework deepspeed is invalid"):
         generate(cls(framework="deepspeed", config=str(path)))
+
+
+def test_a_script_without_a_training_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "conf.sh"
+    path.write_text("MODEL_ARGS='--num-layers 4 --hidden-size 512'\n")
+    with pytest.raises(ConfigError, match="a script that starts a Python file with arguments"):
+        configuration.read(str(path))
+
+
+def test_both_types_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text("python pretrain_gpt.py --num-layers 4 --bf16 --fp16\n")
+    with pytest.raises(ConfigError, match="left out with --bf16"):
+        configuration.read(str(path))

@@ -57,7 +57,11 @@ def _is_megatron_yaml(content: object) -> bool:
 
 def _megatron_keys(content: Any, where: str) -> Keys:
     if isinstance(content, str):
-        return megatron.keys_of_words(shell.training_words(content, where), where)
+        words = shell.training_words(content, where, megatron.IDLE)
+        if not words:
+            allowed = "a script that starts a Python file with arguments, or these arguments"
+            raise ConfigError(where, "without a training", allowed)
+        return megatron.keys_of_words(words, where)
     arguments = content.get("MODEL_ARGS", content)
     if not isinstance(arguments, dict):
         raise ConfigError(f"{where}: MODEL_ARGS", text_of(arguments), "arguments with values")

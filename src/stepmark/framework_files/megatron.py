@@ -570,7 +570,8 @@ _REFUSED = {
 _SETS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("fp16", "true"): ("dtype", "fp16"),
     ("bf16", "true"): ("dtype", "bf16"),
-    ("checkpoint-activations", "true"): ("recompute-granularity", "full"),  # of earlier versions
+    # Of earlier versions.
+    ("checkpoint-activations", "true"): ("recompute-granularity", "full"),
     ("recompute-activations", "true"): ("recompute-granularity", "selective"),
     ("use-rotary-position-embeddings", "true"): ("position-embedding-type", "rope"),
     ("position-embedding-type", "rope"): ("max-position-embeddings", "0"),
@@ -582,6 +583,20 @@ JOINED = (
     *(name for name, _ in _SETS if name != "position-embedding-type"),
     *("group-query-attention", "multi-latent-attention", "nnodes", "nproc_per_node"),
     *(VPP, "padded-vocab-size"),
+)
+
+
+# Arguments with a value on which nothing depends, and which a script often computes.
+IDLE = frozenset(
+    f"--{name}"
+    for name in (
+        *("save", "load", "data-path", "data-cache-path", "per-split-data-args-path"),
+        *("train-data-path", "valid-data-path", "test-data-path", "data-args-path"),
+        *("tokenizer-model", "vocab-file", "merge-file", "pretrained-checkpoint"),
+        *("tensorboard-dir", "wandb-project", "wandb-entity", "wandb-exp-name"),
+        *("wandb-save-dir", "non-persistent-global-ckpt-dir", "config-logger-dir"),
+        *("num-workers", "seed", "exit-duration-in-mins"),
+    )
 )
 
 
