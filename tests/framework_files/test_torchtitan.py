@@ -126,6 +126,15 @@ def test_the_older_layout_is_the_same_job(tmp_path: Path) -> None:
             "[training]\ncompile = true\n[parallelism]\ntensor_parallel_degree = 2",
             {"compile": "block"},
         ),
+        (
+            "[training]\ncompile = true\nbatch_size = 4\n[parallelism]\n"
+            "pipeline_parallel_degree = 2\npipeline_parallel_microbatches = 4",
+            {"compile": "layers", "pp_microbatches": "4", "mbs": "1"},
+        ),
+        (
+            "[training]\ncompile = true\nlocal_batch_size = 2",
+            {"compile": "block"},
+        ),
     ],
 )
 def test_keys_are_options(text: str, options: dict[str, str | None], tmp_path: Path) -> None:

@@ -315,9 +315,8 @@ _IDLE = {
 def _prepare(keys: Keys) -> Keys:
     """Join keys that mean one option, and give the older layout's their newer names."""
     keys = {name: value for name, value in keys.items() if value != "{}"}
-    if "training.compile" in keys:  # the loss is compiled since May 2025
-        is_newer = any(name.startswith("parallelism.") for name in keys)
-        keys["compile.components"] = "model,loss" if is_newer else "model"
+    if "training.compile" in keys:
+        keys["compile.components"] = "model,loss" if _compiles_loss(keys) else "model"
     _prepare_microbatches(keys)
     keys = {_RENAMED.get(name, name): value for name, value in keys.items()}
     for name in ("parallelism.data_parallel_shard_degree", "training.global_batch_size"):
@@ -338,14 +337,24 @@ def _prepare(keys: Keys) -> Keys:
     return keys
 
 
+def _compiles_loss(keys: Keys) -> bool:
+    """Return whether training.compile is of a layout since bbb1b616e (2 April 2025).
+
+    [parallelism] is two weeks older (785c34c99); pipeline_parallel_microbatches went in 5e2033c75
+    (7 April 2025), local_batch_size came in 8570415c3 (5 June 2025).
+    """
+    is_newer = _BATCH in keys or any(name.startswith("parallelism.") for name in keys)
+    return is_newer and _OLDER_COUNTS[1] not in keys
+
+
 def _prepare_model(keys: Keys) -> None:
-    family = keys.pop("model.name", "llama3")
+    family = keys.get("model.name", "llama3")
     flavor = keys.pop("model.flavor", "debugmodel")
+    if family not in (*_FAMILIES, "transformers_modeling_backend"):
+        return  # refused by its name
+    keys.pop("model.name", None)
     if family == "transformers_modeling_backend":
         return  # the model is of Hugging Face's hub
-    if family not in _FAMILIES:
-        keys["model.name"] = family
-        return
     name = f"{family} {flavor}"
     if widths := _FLAVORS.get(name):
         keys["flavor.name"] = name.replace(" ", "-").lower()
