@@ -217,5 +217,8 @@ def test_more_of_accelerate(tmp_path: Path) -> None:
     assert (file.options["param_dtype"], file.options["reduce_dtype"]) == ("fp16", "fp16")
     regional = read(text + "  dynamo_use_regional_compilation: true\n", tmp_path)
     assert regional.options["compile"] == "layers"
+    other = read(ACCELERATE.format(kind="MULTI_XPU"), tmp_path)
+    assert other.options["data_parallel"] == "ddp"
+    assert any("the device is that of --device" in note for note in other.notes)
     deepspeed = read(text.replace("FSDP", "DEEPSPEED"), tmp_path)
     assert any("dynamo_backend" in note and "not modelled" in note for note in deepspeed.notes)

@@ -90,3 +90,9 @@ def test_the_vocabulary_is_that_of_the_file_or_asked_for(tmp_path: Path) -> None
     assert "make_vocab_size_divisible_by" not in of_tokenizer
     own = read(BRIDGE | {"model": MODEL | {"vocab_size": 1000}}, tmp_path).options
     assert own["make_vocab_size_divisible_by"] == "1"
+
+
+def test_distillation_is_refused(tmp_path: Path) -> None:
+    content = BRIDGE | {"model": BRIDGE["model"] | {"teacher": {"seq_length": 64}}}
+    with pytest.raises(ConfigError, match="model.teacher given is invalid.*distillation"):
+        read(content, tmp_path)

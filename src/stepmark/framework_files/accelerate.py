@@ -63,7 +63,12 @@ _FSDP = {
         parallelism_config.parallelism_config_cp_backend
         """,
     ),
-    "distributed_type": Entry(refused="one of FSDP, MULTI_GPU, NO, DEEPSPEED"),
+    "distributed_type": Entry(
+        refused="one of FSDP, MULTI_GPU, MULTI_XPU, MULTI_NPU, NO, DEEPSPEED"
+    ),
+    "distributed_type of other accelerators": Entry(
+        unmodelled="it is DDP, and the device is that of --device"
+    ),
     "fsdp_config.fsdp_sharding_strategy": Entry(
         refused="one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2"
     ),
@@ -79,7 +84,8 @@ _FSDP = {
         unmodelled="units are gathered and reduced as by fully_shard", off=("2",)
     ),
     **refused(
-        "false: weights that are offloaded are not modelled",
+        "false: FSDP's weights, gradients and optimizer states on the host are not modelled, "
+        "as DeepSpeed's are",
         "fsdp_config.fsdp_offload_params",
     ),
     **refused(
@@ -98,13 +104,17 @@ _STRATEGIES: Mapping[str, str] = {
     "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2",
 }
 _KINDS = ("FSDP", "MULTI_GPU", "NO")
+# DDP over other accelerators: DistributedType of accelerate/utils/dataclasses.py.
+_OTHERS = ("XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
 
 
 def _prepare_fsdp(keys: Keys) -> Keys:
     """Join keys that mean one option, as accelerate's FullyShardedDataParallelPlugin does."""
     keys = _joined(keys)
     kind = keys.pop("distributed_type", "NO").upper()
-    if kind not in _KINDS:
+    if kind.removeprefix("MULTI_") in _OTHERS:
+        keys["distributed_type of other accelerators"] = kind
+    elif kind not in _KINDS:
         keys["distributed_type"] = kind
     strategy = _strategy(keys)
     if kind == "FSDP" and strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):

@@ -490,10 +490,10 @@ _UNMODELLED = {
     **unmodelled("the router balances without iterations", "sinkhorn"),
 }
 
-_OTHER_FAMILY = "left out: this family of models is not modelled"
+OTHER_FAMILY = "left out: this family of models is not modelled"
 _REFUSED = {
     **refused(
-        _OTHER_FAMILY,
+        OTHER_FAMILY,
         """
         attention-output-gate bert-embedder-type biencoder-projection-dim
         biencoder-shared-query-context-model classes-fraction decoder-num-layers

@@ -24,7 +24,7 @@ _WHOLE = (
     *("rng", "scheduler", "tokenizer", "dataset", "profiling", "straggler", "ft", "rerun"),
     *("rerun_state_machine", "inprocess_restart", "validation", "model.memory_profile"),
     *("name", "base_results_dir", "model.log_token_counts", "nvrx_straggler", "peft"),
-    "env_vars",
+    *("env_vars", "model.teacher"),
     *("s3_checkpointing", "model.ub_tp_comm_overlap_cfg", "model.gc_interval"),
 )
 _SETTINGS = (
@@ -157,9 +157,15 @@ _OWN = {
     ),
     **refused(
         "left out: it is not modelled",
-        "cpu-offloading cpu-offloading-activations cpu-offloading-weights "
+        "cpu-offloading cpu-offloading-activations cpu-offloading-weights",
+    ),
+    **refused(
+        megatron.OTHER_FAMILY,
         "mcore-customization-config.new-decoder-architecture "
         "mcore-customization-config.parallel-attention",
+    ),
+    **refused(
+        "left out: distillation, which runs a teacher as well, is not modelled", "model.teacher"
     ),
     **refused("left out: FSDP of NeMo is not modelled", "fsdp"),
     **refused("left out: give --lora-rank to train adapters alone", "peft"),

@@ -282,11 +282,15 @@ _IDLE = {
     **refused(
         "left out: it is not modelled",
         """
-        optimizer.early_step_in_backward training.enable_cpu_offload
+        optimizer.early_step_in_backward
         parallelism.pipeline_parallel_split_points parallelism.module_fqns_per_model_part
         parallelism.pipeline_parallel_schedule_csv fault_tolerance.enable
         quantize.linear.float8.emulate float8.emulate
         """,
+    ),
+    **refused(
+        "false: FSDP's weights, gradients and optimizer states on the host are not modelled",
+        "training.enable_cpu_offload",
     ),
     **{
         name: Entry(refused='["output"] or []: other layers that stay in bf16 are not modelled')
