@@ -344,8 +344,8 @@ def _prepare(keys: Keys) -> Keys:
 def _compiles_loss(keys: Keys) -> bool:
     """Return whether training.compile is of a layout since bbb1b616e (2 April 2025).
 
-    [parallelism] is two weeks older (785c34c99); pipeline_parallel_microbatches went in 5e2033c75
-    (7 April 2025), local_batch_size came in 8570415c3 (5 June 2025).
+    [parallelism] is two weeks older (785c34c99); pipeline_parallel_microbatches went on
+    7 April 2025 (5e2033c75), local_batch_size came on 5 June 2025 (8570415c3).
     """
     is_newer = _BATCH in keys or any(name.startswith("parallelism.") for name in keys)
     return is_newer and _OLDER_COUNTS[1] not in keys
