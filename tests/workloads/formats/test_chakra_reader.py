@@ -281,7 +281,7 @@ class TestFormats:
         assert not any(FORMATS["chakra"].is_one(head) for head in heads)
 
 
-# Beginnings of files of mlcommons/chakra at 21585d8 (tests/data), and of chakra_jsonizer's text.
+# Beginnings of files of mlcommons/chakra at 21585d8, tests/data, and of chakra_jsonizer's text.
 @pytest.mark.parametrize(
     ("text", "message"),
     [
