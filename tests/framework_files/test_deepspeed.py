@@ -222,3 +222,22 @@ def test_more_of_accelerate(tmp_path: Path) -> None:
     assert any("the device is that of --device" in note for note in other.notes)
     deepspeed = read(text.replace("FSDP", "DEEPSPEED"), tmp_path)
     assert any("dynamo_backend" in note and "not modelled" in note for note in deepspeed.notes)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "note"),
+    [("AdamW", ""), ("Lamb", "the optimizer is Adam"), ("OneBitAdam", "before freeze_step")],
+)
+def test_optimizers(optimizer: str, note: str, tmp_path: Path) -> None:
+    file = read(ZERO3 | {"optimizer": {"type": optimizer}}, tmp_path)
+    notes = [each for each in file.notes if each.startswith("not modelled: optimizer.type")]
+    assert [note in each for each in notes] == [True] * bool(note)
+    with pytest.raises(ConfigError, match="Muon is not modelled"):
+        read(ZERO3 | {"optimizer": {"type": "Muon"}}, tmp_path)
+
+
+def test_fsdp_of_accelerate_is_version_1_without_a_version(tmp_path: Path) -> None:
+    text = ACCELERATE.format(kind="FSDP")
+    assert any("fsdp_version" in note for note in read(text, tmp_path).notes)
+    newer = read(text + "fsdp_config:\n  fsdp_version: 2\n", tmp_path)
+    assert not any("not modelled: fsdp_config.fsdp_version" in note for note in newer.notes)

@@ -277,3 +277,11 @@ def test_both_types_are_refused(tmp_path: Path) -> None:
     path.write_text("python pretrain_gpt.py --num-layers 4 --bf16 --fp16\n")
     with pytest.raises(ConfigError, match="left out with --bf16"):
         configuration.read(str(path))
+
+
+def test_gradients_that_are_not_clipped_are_noted(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    for clip, is_noted in (("0.0", True), ("1.0", False)):
+        path.write_text(f"python pretrain_gpt.py {GPT} --clip-grad {clip}\n")
+        notes = configuration.read(str(path)).notes
+        assert any("no-clip-grad" in note for note in notes) is is_noted

@@ -38,6 +38,8 @@ TRAIN = "\npython train.py --a ${X} $((2*2))\n"
         ("B=1\n[ $B ] && [[ -n $B && ! -f x ]] && { X=1; }", "1"),
         ("Y=1\nX=${Y:+2}\nZ=2\nunset Z\nX=$X${Z:-3}", "23"),
         ("X=$((2 > 1))", "1"),
+        ("X=$(( (1 << 3) + 2**4 ))", "24"),
+        ("A=(1 2 4)\n: ${X:=${A[1]}}", "2"),
         ("X=1\nexport X=2 Y=$X\nX=$Y", "1"),
         ("case 1 in 1) f() { X=1; }; f ;; (2) if [ a ] && [ b ]; then X=2; fi ;; esac", "1"),
         ("X=1\nif [ a = a ]; then\n for y in 1; do echo $y; done\n X=2\nfi", "2"),
@@ -171,3 +173,17 @@ def test_random_scripts_run_as_in_bash() -> None:
         assert [f"<{word}>" for word in words] == done.stdout.splitlines(), script
         num_equal += 1
     assert num_equal > 60
+
+
+def test_arguments_behind_a_comment_are_not_of_the_command() -> None:
+    script = "python a.py --a 1 \\\n  # --b 2 \\\n  --c 3\n"
+    with pytest.raises(ConfigError, match="--c alone is invalid: it must be a part"):
+        training_words(script)
+
+
+def test_lines_of_arguments_are_one_line() -> None:
+    assert training_words("--a 1\n--b 2  # a comment\n--c") == ["--a", "1", "--b", "2", "--c"]
+
+
+def test_a_training_in_a_subshell() -> None:
+    assert training_words("(cd /x && python a.py --a 1)") == ["--a", "1"]

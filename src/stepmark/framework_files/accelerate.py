@@ -124,6 +124,8 @@ def _prepare_fsdp(keys: Keys) -> Keys:
         # Weights are sharded in a node, and replicated over nodes.
         keys.setdefault("parallelism_config.parallelism_config_dp_replicate_size", nodes)
     is_sharded = kind == "FSDP" and strategy != "NO_SHARD"
+    if is_sharded:
+        keys.setdefault("fsdp_config.fsdp_version", "1")
     keys["data_parallel"] = "fsdp" if is_sharded else "ddp"
     precision = keys.pop("mixed_precision", "no")
     if precision == "fp8":

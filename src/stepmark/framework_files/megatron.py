@@ -484,6 +484,7 @@ _UNMODELLED = {
         "nothing is computed for logs or checks",
         "log-num-zeros-in-grad log-params-norm check-weight-hash-across-dp-replicas-interval",
     ),
+    **unmodelled("gradients are clipped by their norm", "no-clip-grad"),
     "timing-log-level": Entry(unmodelled="no barriers are timed", off=("1",)),
     **unmodelled("it has its usual memory", "use-precision-aware-optimizer"),
     **unmodelled("ranks are in the order tp, cp, dp, pp", "use-tp-pp-dp-mapping"),
@@ -642,6 +643,8 @@ def _prepare(keys: Keys) -> Keys:
         if nproc.isdecimal() and count.isdecimal():
             keys["world-size"] = str(int(nproc) * int(count))
     keys.pop("nnodes", None)
+    if keys.get("clip-grad") in ("0", "0.0"):
+        keys["no-clip-grad"] = "true"
     if "recompute-modules" in keys:
         keys["recompute-modules"] = ",".join(keys["recompute-modules"].split())
     if keys.get("moe-token-dispatcher-type") == "flex":

@@ -52,14 +52,16 @@ class _ReturnError(Exception):
 class _Script:
     """What a script has done so far.
 
-    trainings: words of its training commands, and whether each runs for certain. local: names
-    that each function which is being called has for itself.
+    trainings: words of its training commands, and whether each runs for certain. arguments:
+    words of lines that begin with a flag. local: names that each function which is being called
+    has for itself.
     """
 
     text: str
     values: Values = field(default_factory=lambda: {"@": [], "#": ["0"]})
     functions: dict[str, Body] = field(default_factory=dict)
     trainings: list[tuple[list[str], bool]] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
     local: list[set[str]] = field(default_factory=list)
     num_commands: int = 0
 
@@ -172,6 +174,8 @@ class _Script:
             raise ConfigError("file", f"{len(parts)} words", f"at most {_MAX_WORDS}")
         if parts and parts[0] in self.functions:
             self._call(parts[0], parts[1:], certain=certain)
+        elif parts and parts[0].startswith("--"):
+            self.arguments += parts
         elif training := _arguments(parts):
             self.trainings.append((training, certain))
 
@@ -219,14 +223,18 @@ class _Script:
 def training_words(text: str, where: str = "script", idle: Collection[str] = ()) -> list[str]:
     """Return the words behind the Python file of the last command of a script; else none.
 
-    A text that begins with a flag is such words itself. torchrun's --nproc_per_node and
+    A text of lines that begin with a flag is such words itself. torchrun's --nproc_per_node and
     --nnodes come first. idle: flags whose value may be uncertain. Raises ConfigError for words
     that cannot be known.
     """
     script = _Script(text)
     script.run(parse(text), certain=True)
+    if script.arguments and script.trainings:
+        allowed = "a part of the command, which a comment or a line without \\ ends before it"
+        raise ConfigError(f"{where}: {script.arguments[0]}", "alone", allowed)
     if not script.trainings:
-        return []
+        _check_certain(script.arguments, where, idle)
+        return script.arguments
     words, is_certain = script.trainings[-1]
     others = [other for other, _ in script.trainings[:-1]]
     if not is_certain and any(other != words for other in others):
@@ -256,7 +264,8 @@ def _plain(words: list[str]) -> Iterator[str]:
     for word in coming:
         match = _REDIRECTION.fullmatch(word)
         if match is None:
-            yield word
+            is_last = word.count(")") > word.count("(")  # of a subshell
+            yield word.removesuffix(")") if is_last else word
         elif not match[1]:
             next(coming, "")  # the file is a word of its own
 
@@ -271,7 +280,7 @@ def _parts(word: str, values: Values) -> Iterator[str]:
 def _arguments(words: list[str]) -> list[str]:
     place = _place_of_program(words)
     if place is None:
-        return words if words and words[0].startswith("--") else []
+        return []
     launch: list[str] = []
     for at, word in enumerate(words[:place]):
         name, is_, value = word.partition("=")

@@ -4,6 +4,7 @@ A value that cannot be known, as it is the output of a command, is marked with i
 """
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ from stepmark.framework_files.shell_grammar import OUTPUT, split
 Values = dict[str, list[str]]  # of variables and arrays, and of arguments: @, #, 1
 MARK = "\1"  # around the name of what is uncertain
 _MAX_SUM = 200  # characters
+_MAX_BITS = 63
 _MAX_NAME = 60
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -21,6 +23,8 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.LShift: lambda number, bits: number << min(bits, _MAX_BITS),
+    ast.Pow: lambda number, power: int(math.pow(number, power)),
 }
 _COMPARED: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.Eq: operator.eq,
@@ -41,7 +45,7 @@ _SIGNS: Mapping[str, Callable[[int, int], bool]] = {
 _FILE_TESTS = ("-f", "-d", "-e", "-s", "-r", "-x", "-w", "-L")
 _EXPANSION = re.compile(
     r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)"
-    r"|\$\{(?P<name>\w+|[@*#])(?P<index>\[[@*]\])?"
+    r"|\$\{(?P<name>\w+|[@*#])(?:\[(?P<index>[@*]|\d{1,4})\])?"
     r"(?:(?P<op>:?[-=+?])(?P<default>[^{}]*(?:\$\{[^{}]*\})?[^{}]*))?\}"
     r"|\$\{(?P<other>[^{}]*+(?:\{[^{}]*+\}[^{}]*+)*+)\}"
     r"|\$(?P<plain>[A-Za-z_]\w*|[0-9@*#?])"
@@ -99,7 +103,7 @@ def _substituted(text: str, values: Values, depth: int = 0) -> str:
         name = match["name"] or match["plain"]
         if name is None:  # the output of a command, or ${X%.*}
             return marked(match[0])
-        items = values.get(name, [])
+        items = _items(values.get(name, []), match["index"] or "")
         is_set = len(items) > 1 or any(items)
         sign = (match["op"] or "").removeprefix(":")
         default = (match["default"] or "").strip("\"'")
@@ -108,9 +112,18 @@ def _substituted(text: str, values: Values, depth: int = 0) -> str:
         if is_set and sign != "+":
             return " ".join(items) if match["index"] else items[0]
         is_default = is_set == (sign == "+")
-        return _substituted(default, values, depth + 1) if is_default else ""
+        text = _substituted(default, values, depth + 1) if is_default else ""
+        if sign == "=":
+            values[name] = [text]
+        return text
 
     return text if depth > 8 else _EXPANSION.sub(value_of, text)
+
+
+def _items(items: list[str], index: str) -> list[str]:
+    """Return the items of a variable that an index names, @ and * for all."""
+    is_one = index.isdecimal() and not any(MARK in item for item in items)
+    return items[int(index) :][:1] if is_one else items
 
 
 def _sum(text: str, values: Values) -> str:
