@@ -209,6 +209,13 @@ def test_what_accelerate_is_refused_is_named(
         read(text, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU"])
+def test_accelerate_reduces_the_last_micro_batch_alone(kind: str, tmp_path: Path) -> None:
+    text = ACCELERATE.format(kind=kind) + "gradient_accumulation_steps: 4\n"
+    step = job(text, tmp_path)
+    assert (step.num_microbatches, step.settings["grad_sync"]) == (4, "last")
+
+
 def test_more_of_accelerate(tmp_path: Path) -> None:
     text = ACCELERATE.format(kind="FSDP") + "gradient_accumulation_steps: 2\n"
     text += "dynamo_config:\n  dynamo_backend: INDUCTOR\n"

@@ -135,6 +135,14 @@ def test_the_older_layout_is_the_same_job(tmp_path: Path) -> None:
             "[training]\ncompile = true\nlocal_batch_size = 2",
             {"compile": "block"},
         ),
+        (
+            "[parallelism]\ndata_parallel_replicate_degree = 8\ndata_parallel_shard_degree = 1",
+            {"bucket_cap_mb": "100"},
+        ),
+        (
+            "[parallelism]\ndata_parallel_replicate_degree = 8\ndata_parallel_shard_degree = 2",
+            {"bucket_cap_mb": None},
+        ),
     ],
 )
 def test_keys_are_options(text: str, options: dict[str, str | None], tmp_path: Path) -> None:

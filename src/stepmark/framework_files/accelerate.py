@@ -35,6 +35,8 @@ _COMMON = {
 _FSDP = {
     **_COMMON,
     "data_parallel": Entry(option="data_parallel"),
+    # Accelerator.accumulate, and Trainer: no_sync but for the last micro-batch.
+    "grad_sync": Entry(option="grad_sync", default="last"),
     "dtype": Entry(option="dtype", values={"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}),
     "reduce_dtype": Entry(option="reduce_dtype"),
     "param_dtype": Entry(option="param_dtype"),

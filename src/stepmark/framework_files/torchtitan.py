@@ -129,6 +129,7 @@ _OLDER_COUNTS = (
     "experimental.pipeline_parallel_microbatches",
     "parallelism.pipeline_parallel_microbatches",
 )
+_DDP_BUCKET = "100"  # MiB: apply_ddp of models/llama3/infra/parallelize.py
 _MODE = "activation_checkpoint.mode"
 _EVERY = "activation_checkpoint.selective_ac_option"
 _PP = "parallelism.pipeline_parallel_degree"
@@ -146,7 +147,10 @@ _FLOAT8_GATHER = "quantize.linear.float8.enable_fsdp_float8_all_gather"
 _SCOPE = "compile.scope"
 _COUNT = "pipeline.microbatches"
 _STAGES = "pipeline.stages"
+_BUCKET = "replicate.bucket_cap_mb"
 _CP = "parallelism.context_parallel_degree"
+_REPLICATED = "parallelism.data_parallel_replicate_degree"
+_SHARDED = "parallelism.data_parallel_shard_degree"
 _PARAM_DTYPE = "training.mixed_precision_param"
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -161,8 +165,9 @@ _USED = {
     "training.mixed_precision_reduce": Entry(option="reduce_dtype", values=_DTYPES),
     "training.dtype": Entry(option="shard_dtype", values=_DTYPES),
     "training.max_norm": Entry(option="clip"),
-    "parallelism.data_parallel_replicate_degree": Entry(option="dp_replicate"),
-    "parallelism.data_parallel_shard_degree": Entry(option="dp_shard"),
+    _REPLICATED: Entry(option="dp_replicate"),
+    _SHARDED: Entry(option="dp_shard"),
+    _BUCKET: Entry(option="bucket_cap_mb"),
     "parallelism.fsdp_reshard_after_forward": Entry(
         option="reshard_after_forward", values={"always": "yes", "never": "no"}
     ),
@@ -323,7 +328,9 @@ def _prepare(keys: Keys) -> Keys:
         keys["compile.components"] = "model,loss" if _compiles_loss(keys) else "model"
     _prepare_microbatches(keys)
     keys = {_RENAMED.get(name, name): value for name, value in keys.items()}
-    for name in ("parallelism.data_parallel_shard_degree", "training.global_batch_size"):
+    if _is_replicated(keys) and keys.get(_SHARDED) == "1":
+        keys[_BUCKET] = _DDP_BUCKET
+    for name in (_SHARDED, "training.global_batch_size"):
         if keys.get(name) == "-1":
             del keys[name]
     if keys.get("parallelism.fsdp_reshard_after_forward") == "default":
@@ -339,6 +346,11 @@ def _prepare(keys: Keys) -> Keys:
     _prepare_compile(keys)
     _prepare_pipeline(keys)
     return keys
+
+
+def _is_replicated(keys: Keys) -> bool:
+    """Return whether ranks have whole weights, unless some of them shard."""
+    return keys.get(_REPLICATED, "1") != "1" and keys.get(_CP, "1") == "1"
 
 
 def _compiles_loss(keys: Keys) -> bool:
@@ -471,7 +483,14 @@ def _complete(keys: Keys) -> Keys:
         keys["compile.enable"] = "true"
         parts = {"block": "model,loss", "layers": "model", "loss": "loss"}
         keys["compile.components"] = parts[scope]
-    is_sharded = "parallelism.data_parallel_shard_degree" in keys or _CP in keys
+    is_sharded = _SHARDED in keys or _CP in keys
+    bucket = keys.pop(_BUCKET, "0")
+    if _is_replicated(keys) and not is_sharded:
+        keys[_SHARDED] = "1"
+        if bucket != _DDP_BUCKET:
+            raise ConfigError(
+                "bucket-cap-mb", bucket, f"{_DDP_BUCKET}, as torchtitan gives DDP"
+            )
     if (dtype := keys.get(_PARAM_DTYPE)) and not is_sharded:
         raise ConfigError("param-dtype", dtype, "left out: torchtitan shards such weights")
     if name := _FILTERS.get(keys.get(_CONVERTERS, "")):
