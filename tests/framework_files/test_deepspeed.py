@@ -166,8 +166,8 @@ def test_a_file_without_a_model_needs_one(tmp_path: Path) -> None:
         ("fsdp_sharding_strategy: SHARD_GRAD_OP", {"reshard_after_forward": "no"}),
         ("fsdp_reshard_after_forward: true", {"reshard_after_forward": "yes"}),
         ("fsdp_activation_checkpointing: true", {"recompute": "full"}),
-        ("fsdp_sharding_strategy: HYBRID_SHARD", {"dp_replicate": "2"}),
-        ("fsdp_sharding_strategy: 5", {"dp_replicate": "2", "reshard_after_forward": "no"}),
+        ("fsdp_sharding_strategy: HYBRID_SHARD", {"dp_shard": "4"}),
+        ("fsdp_sharding_strategy: 5", {"dp_shard": "4", "reshard_after_forward": "no"}),
     ],
 )
 def test_accelerate_with_fsdp(config: str, options: dict[str, str], tmp_path: Path) -> None:

@@ -121,10 +121,8 @@ def _prepare_fsdp(keys: Keys) -> Keys:
     strategy = _strategy(keys)
     if kind == "FSDP" and strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
         keys.setdefault("fsdp_config.fsdp_reshard_after_forward", "false")
-    nodes = keys.get("num_machines", "1")
-    if kind == "FSDP" and strategy.startswith("HYBRID_SHARD") and nodes != "1":
-        # Weights are sharded in a node, and replicated over nodes.
-        keys.setdefault("parallelism_config.parallelism_config_dp_replicate_size", nodes)
+    if kind == "FSDP" and strategy.startswith("HYBRID_SHARD"):
+        _divide_by_nodes(keys)
     is_sharded = kind == "FSDP" and strategy != "NO_SHARD"
     if is_sharded:
         keys.setdefault("fsdp_config.fsdp_version", "1")
@@ -144,6 +142,16 @@ def _prepare_fsdp(keys: Keys) -> Keys:
     if keys.pop("dynamo_config.dynamo_backend", "no").lower() not in ("no", "eager"):
         keys["compile"] = "layers" if is_regional else "model"
     return keys
+
+
+def _divide_by_nodes(keys: Keys) -> None:
+    """Shard weights in a node, and replicate them over nodes, whose number a flag may change."""
+    nodes, ranks = keys.get("num_machines", "1"), keys.get("num_processes", "")
+    if ranks.isdecimal() and nodes.isdecimal() and int(nodes) and not int(ranks) % int(nodes):
+        of_node = str(int(ranks) // int(nodes))
+        keys.setdefault("parallelism_config.parallelism_config_dp_shard_size", of_node)
+    elif nodes != "1":
+        keys.setdefault("parallelism_config.parallelism_config_dp_replicate_size", nodes)
 
 
 def _strategy(keys: Keys) -> str:
