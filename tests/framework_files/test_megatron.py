@@ -285,3 +285,18 @@ def test_gradients_that_are_not_clipped_are_noted(tmp_path: Path) -> None:
         path.write_text(f"python pretrain_gpt.py {GPT} --clip-grad {clip}\n")
         notes = configuration.read(str(path)).notes
         assert any("no-clip-grad" in note for note in notes) is is_noted
+
+
+@pytest.mark.parametrize(
+    "flags", [{"pp": 4}, {"num_layers": 8}, {"model": "llama-3.1-8b", "vocab_size": None}]
+)
+def test_layers_of_a_virtual_stage_fix_what_chunks_depend_on(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
+    text = f"python pretrain_gpt.py {GPT} --pipeline-model-parallel-size 2 "
+    text += "--num-layers-per-virtual-pipeline-stage 1"
+    sized: dict[str, Any] = {"world_size": 8, "vocab_size": 512}
+    assert job(text, tmp_path, **sized).settings["virtual_pipeline_model_parallel_size"] == 2
+    with pytest.raises(ConfigError, match="virtual-pipeline-model-parallel-size"):
+        job(text, tmp_path, **sized | flags)
+    job(text, tmp_path, **sized | flags, virtual_pipeline_model_parallel_size=1)

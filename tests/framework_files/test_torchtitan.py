@@ -249,5 +249,5 @@ def test_a_precision_replaces_that_of_the_file(tmp_path: Path) -> None:
 def test_other_stages_than_the_batch_is_divided_by_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(NEW)
-    with pytest.raises(ConfigError, match="pp 2 is invalid: it must be 1, by which"):
+    with pytest.raises(ConfigError, match="pp 2 is invalid: it must be 1, on which --mbs"):
         job(config=str(path), world_size=8, pp=2)

@@ -145,7 +145,7 @@ def _prepare_fsdp(keys: Keys) -> Keys:
 
 
 def _divide_by_nodes(keys: Keys) -> None:
-    """Shard weights in a node, and replicate them over nodes, whose number a flag may change."""
+    """Shard weights in a node, and replicate them over nodes, of which flags may give more."""
     nodes, ranks = keys.get("num_machines", "1"), keys.get("num_processes", "")
     if ranks.isdecimal() and nodes.isdecimal() and int(nodes) and not int(ranks) % int(nodes):
         of_node = str(int(ranks) // int(nodes))

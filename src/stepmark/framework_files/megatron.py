@@ -774,4 +774,7 @@ TABLE = Table(
     complete=_complete,
     implied=("dp_shard",),
     has_flags=True,
+    fixed={"pp": "1", "num_layers": ""},
+    freed_by="virtual_pipeline_model_parallel_size",
+    fixed_with=VPP,
 )

@@ -554,4 +554,5 @@ TABLE = Table(
     complete=_complete,
     implied=("world_size", "model", "model_name"),
     fixed={"pp": "1"},
+    freed_by="mbs",
 )
