@@ -618,7 +618,17 @@ def keys_of_words(words: list[str], where: str) -> Keys:
             raise ConfigError(where, word, "an argument of Megatron-LM, which begins with --")
         else:
             keys[name] = f"{keys[name]} {word}".strip()
+    for name, value in keys.items():
+        if not value and takes_value(name):
+            allowed = "followed by a value: a variable behind it may be empty"
+            raise ConfigError(f"{where}: {name}", "without a value", allowed)
     return {name: value or "true" for name, value in keys.items()}
+
+
+def takes_value(name: str) -> bool:
+    """Return whether an argument that is an option of ours has a value."""
+    entry = TABLE.entries.get(name, Entry())
+    return name not in JOINED and bool(entry.option) and entry.values not in (ON, OFF)
 
 
 def replaced(keys: Keys) -> Keys:

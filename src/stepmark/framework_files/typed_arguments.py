@@ -2,7 +2,7 @@
 
 from stepmark.framework_files.layer_frequency import dense_layers
 from stepmark.framework_files.megatron import JOINED, TABLE, VPP, replaced
-from stepmark.framework_files.table import OFF, ON, Entry
+from stepmark.framework_files.table import Entry
 from stepmark.ground.errors import ConfigError
 
 # What is typed instead of others.
@@ -31,9 +31,3 @@ def typed_option(name: str, value: str) -> tuple[str, str]:
     else:
         allowed = f"left out, as it has no effect on time and memory ({entry.no_effect})"
     raise ConfigError(f"--{name}", "given", allowed)
-
-
-def takes_value(name: str) -> bool:
-    """Return whether an argument that is an option of ours has a value."""
-    entry = TABLE.entries.get(name, Entry())
-    return name not in JOINED and bool(entry.option) and entry.values not in (ON, OFF)
