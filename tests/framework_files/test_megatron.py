@@ -304,7 +304,7 @@ def test_layers_of_a_virtual_stage_fix_what_chunks_depend_on(
 
 def test_an_argument_whose_variable_is_empty_is_named(tmp_path: Path) -> None:
     for script in (f"python pretrain_gpt.py {GPT} --vocab-size $1", f"{GPT} --normalization"):
-        with pytest.raises(ConfigError, match="without a value.*a variable behind it"):
+        with pytest.raises(ConfigError, match="a variable behind it may be empty"):
             read(script, tmp_path)
     assert (
         read(f"python pretrain_gpt.py {GPT} --swiglu $1", tmp_path).options["swiglu"] == "True"
