@@ -309,3 +309,19 @@ def test_an_argument_whose_variable_is_empty_is_named(tmp_path: Path) -> None:
     assert (
         read(f"python pretrain_gpt.py {GPT} --swiglu $1", tmp_path).options["swiglu"] == "True"
     )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "pretrain_bert.py",
+        "x/pretrain_t5.py",
+        "run_text_generation_server.py",
+        "-m a.offline_inference",
+    ],
+)
+def test_programs_of_other_models_are_refused(program: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one that trains a GPT"):
+        read(f"torchrun {program} {GPT}", tmp_path)
+    for other in ("pretrain_gpt.py", "x/train.py", "pretrain_llama.py", "-m a.pretrain"):
+        assert read(f"torchrun {other} {GPT}", tmp_path).options["num_layers"] == "4"

@@ -57,7 +57,8 @@ def _is_megatron_yaml(content: object) -> bool:
 
 def _megatron_keys(content: Any, where: str) -> Keys:
     if isinstance(content, str):
-        words = shell.training_words(content, where, megatron.IDLE)
+        check = megatron.check_program
+        words = shell.training_words(content, where, megatron.IDLE, check)
         if not words:
             allowed = "a script that starts a Python file with arguments, or these arguments"
             raise ConfigError(where, "without a training", allowed)

@@ -601,6 +601,20 @@ IDLE = frozenset(
 )
 
 
+# Programs of other models, or that do not train.
+_OTHER_PROGRAM = re.compile(
+    r"(^|_)(bert|t5|ict|biencoder|realm|retro|vision|vlm|mamba|hybrid|mimo|dino|swin|inference|"
+    r"server|generat\w*|quantize|prune|export|convert\w*|validate|mmlu)(_|$)"
+)
+
+
+def check_program(name: str) -> None:
+    """Refuse a program that does not train a GPT. Raises ConfigError."""
+    if _OTHER_PROGRAM.search(name):
+        allowed = "one that trains a GPT, as pretrain_gpt does: this family of models is not "
+        raise ConfigError("program", name, allowed + "modelled, or nothing is trained")
+
+
 def known_names() -> set[str]:
     """Return the names of all arguments that are known, with their dashes."""
     return {f"--{name}" for name in (*TABLE.entries, *JOINED)}

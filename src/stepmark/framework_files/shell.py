@@ -7,7 +7,7 @@ training that uses it is refused.
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -48,19 +48,27 @@ class _ReturnError(Exception):
     """A function returns."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    """A command that starts a Python file, and whether it runs for certain."""
+
+    program: str
+    words: list[str]
+    certain: bool
+
+
 @dataclass(slots=True)
 class _Script:
     """What a script has done so far.
 
-    trainings: words of its training commands, and whether each runs for certain. arguments:
-    words of lines that begin with a flag. local: names that each function which is being called
-    has for itself.
+    arguments: words of lines that begin with a flag. local: names that each function which is
+    being called has for itself.
     """
 
     text: str
     values: Values = field(default_factory=lambda: {"@": [], "#": ["0"]})
     functions: dict[str, Body] = field(default_factory=dict)
-    trainings: list[tuple[list[str], bool]] = field(default_factory=list)
+    trainings: list[_Training] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
     local: list[set[str]] = field(default_factory=list)
     num_commands: int = 0
@@ -176,8 +184,13 @@ class _Script:
             self._call(parts[0], parts[1:], certain=certain)
         elif parts and parts[0].startswith("--"):
             self.arguments += parts
-        elif training := _arguments(parts):
-            self.trainings.append((training, certain))
+        elif (place := _place_of_program(parts)) is not None:
+            training = _Training(
+                program=re.split(r"[/.]", parts[place].removesuffix(".py"))[-1],
+                words=_arguments(parts, place),
+                certain=certain,
+            )
+            self.trainings += [training] if training.words else []
 
     def _call(self, name: str, arguments: list[str], *, certain: bool) -> None:
         if len(self.local) > _MAX_CALLS:
@@ -220,12 +233,17 @@ class _Script:
             self.values[name] = [marked(name)]
 
 
-def training_words(text: str, where: str = "script", idle: Collection[str] = ()) -> list[str]:
+def training_words(
+    text: str,
+    where: str = "script",
+    idle: Collection[str] = (),
+    check: Callable[[str], None] = lambda program: None,
+) -> list[str]:
     """Return the words behind the Python file of the last command of a script; else none.
 
     A text of lines that begin with a flag is such words itself. torchrun's --nproc_per_node and
-    --nnodes come first. idle: flags whose value may be uncertain. Raises ConfigError for words
-    that cannot be known.
+    --nnodes come first. idle: flags whose value may be uncertain. check: refuses a program by
+    its name. Raises ConfigError for words that cannot be known.
     """
     script = _Script(text)
     script.run(parse(text), certain=True)
@@ -235,14 +253,14 @@ def training_words(text: str, where: str = "script", idle: Collection[str] = ())
     if not script.trainings:
         _check_certain(script.arguments, where, idle)
         return script.arguments
-    words, is_certain = script.trainings[-1]
-    others = [other for other, _ in script.trainings[:-1]]
-    if not is_certain and any(other != words for other in others):
+    *others, last = script.trainings
+    if not last.certain and any(other.words != last.words for other in others):
         raise ConfigError(
             f"{where}: training", "uncertain", "one that no unknown test or loop chooses"
         )
-    _check_certain(words, where, idle)
-    return words
+    check(last.program)
+    _check_certain(last.words, where, idle)
+    return last.words
 
 
 def _check_certain(words: list[str], where: str, idle: Collection[str]) -> None:
@@ -277,10 +295,8 @@ def _parts(word: str, values: Values) -> Iterator[str]:
         yield from spaced(each) if is_several else (each,)
 
 
-def _arguments(words: list[str]) -> list[str]:
-    place = _place_of_program(words)
-    if place is None:
-        return []
+def _arguments(words: list[str], place: int) -> list[str]:
+    """Return the words behind the program, and those before that give the number of ranks."""
     launch: list[str] = []
     for at, word in enumerate(words[:place]):
         name, is_, value = word.partition("=")
