@@ -325,3 +325,12 @@ def test_programs_of_other_models_are_refused(program: str, tmp_path: Path) -> N
         read(f"torchrun {program} {GPT}", tmp_path)
     for other in ("pretrain_gpt.py", "x/train.py", "pretrain_llama.py", "-m a.pretrain"):
         assert read(f"torchrun {other} {GPT}", tmp_path).options["num_layers"] == "4"
+
+
+def test_arguments_without_a_program_are_told(tmp_path: Path) -> None:
+    lines = f"{GPT}\n--swiglu"
+    for text, is_told in ((lines, True), (f"python pretrain_gpt.py {GPT}", False)):
+        notes = read(text, tmp_path).notes
+        assert any("program: the file names none" in note for note in notes) is is_told
+    with pytest.raises(ConfigError, match="this family of models is not modelled"):
+        read(f"{GPT} --bert-no-binary-head", tmp_path)

@@ -27,6 +27,7 @@ _DEEPSPEED = (
     *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"),
     *("gradient_accumulation_steps", "bf16", "fp16"),
 )
+_NO_PROGRAM = {"program": "none is named"}
 _ARGUMENTS = ("--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length")
 
 
@@ -57,16 +58,18 @@ def _is_megatron_yaml(content: object) -> bool:
 
 def _megatron_keys(content: Any, where: str) -> Keys:
     if isinstance(content, str):
-        check = megatron.check_program
-        words = shell.training_words(content, where, megatron.IDLE, check)
+        programs: list[str] = []
+        words = shell.training_words(content, where, megatron.IDLE, programs.append)
+        for program in programs:
+            megatron.check_program(program)
         if not words:
             allowed = "a script that starts a Python file with arguments, or these arguments"
             raise ConfigError(where, "without a training", allowed)
-        return megatron.keys_of_words(words, where)
+        return megatron.keys_of_words(words, where) | ({} if programs else _NO_PROGRAM)
     arguments = content.get("MODEL_ARGS", content)
     if not isinstance(arguments, dict):
         raise ConfigError(f"{where}: MODEL_ARGS", text_of(arguments), "arguments with values")
-    return {
+    return _NO_PROGRAM | {
         str(name).removeprefix("--"): text_of(value).replace(",", " ")
         if isinstance(value, list)
         else text_of(value)

@@ -334,7 +334,7 @@ _WITHOUT_EFFECT = {
         mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num
         mhc-sinkhorn-iterations kitchen-attention-backend mrope-section no-rope-freq
         disable-symmetric-registration no-use-layer-wise-param-layout
-        ep-overlap-early-attn-memory-release bert-no-binary-head mask-prob mask-type
+        ep-overlap-early-attn-memory-release mask-prob mask-type
         mask-factor relative-attention-max-distance relative-attention-num-buckets
         disable-mamba-mem-eff-path mamba-training-ssm-states-dtype
         dsa-indexer-head-dim dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32
@@ -485,6 +485,7 @@ _UNMODELLED = {
         "log-num-zeros-in-grad log-params-norm check-weight-hash-across-dp-replicas-interval",
     ),
     **unmodelled("gradients are clipped by their norm", "no-clip-grad"),
+    **unmodelled("the file names none, and counts as arguments of pretrain_gpt.py", "program"),
     "timing-log-level": Entry(unmodelled="no barriers are timed", off=("1",)),
     **unmodelled("it has its usual memory", "use-precision-aware-optimizer"),
     **unmodelled("ranks are in the order tp, cp, dp, pp", "use-tp-pp-dp-mapping"),
@@ -496,7 +497,7 @@ _REFUSED = {
     **refused(
         OTHER_FAMILY,
         """
-        attention-output-gate bert-embedder-type biencoder-projection-dim
+        attention-output-gate bert-embedder-type bert-no-binary-head biencoder-projection-dim
         biencoder-shared-query-context-model classes-fraction decoder-num-layers
         decoder-seq-length dino-bottleneck-size dino-freeze-last-layer dino-head-hidden-size
         dino-local-crops-number dino-local-img-size dino-norm-last-layer dino-teacher-temp
