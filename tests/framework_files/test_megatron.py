@@ -334,3 +334,23 @@ def test_arguments_without_a_program_are_told(tmp_path: Path) -> None:
         assert any("program: the file names none" in note for note in notes) is is_told
     with pytest.raises(ConfigError, match="this family of models is not modelled"):
         read(f"{GPT} --bert-no-binary-head", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"MODEL_ARGS": {"--num-layers": 4}, "--hidden-size": 64}',
+            "--hidden-size outside is",
+        ),
+        (
+            '{"--num-layers": 4, "num-layers": 8}',
+            "num-layers 8 is invalid: it must be given once",
+        ),
+    ],
+)
+def test_arguments_of_yaml_are_given_once_and_in_their_section(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(text, tmp_path, "job.json")

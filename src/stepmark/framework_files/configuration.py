@@ -69,12 +69,18 @@ def _megatron_keys(content: Any, where: str) -> Keys:
     arguments = content.get("MODEL_ARGS", content)
     if not isinstance(arguments, dict):
         raise ConfigError(f"{where}: MODEL_ARGS", text_of(arguments), "arguments with values")
-    return _NO_PROGRAM | {
-        str(name).removeprefix("--"): text_of(value).replace(",", " ")
-        if isinstance(value, list)
-        else text_of(value)
-        for name, value in arguments.items()
-    }
+    if arguments is not content:
+        for name in content:
+            if str(name).startswith("--"):
+                raise ConfigError(f"{where}: {name}", "outside", "one of MODEL_ARGS")
+    keys = dict(_NO_PROGRAM)
+    for name, value in arguments.items():
+        key = str(name).removeprefix("--")
+        if key in keys:
+            raise ConfigError(f"{where}: {key}", text_of(value), "given once")
+        text = text_of(value)
+        keys[key] = text.replace(",", " ") if isinstance(value, list) else text
+    return keys
 
 
 def _flat_keys(content: Any, where: str) -> Keys:
