@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from stepmark.framework_files import megatron
+from stepmark.framework_files.megatron_entries import OTHER_FAMILY
 from stepmark.framework_files.table import (
     Keys,
     Table,
@@ -170,7 +171,7 @@ _OWN = {
         "cpu-offloading cpu-offloading-activations cpu-offloading-weights",
     ),
     **refused(
-        megatron.OTHER_FAMILY,
+        OTHER_FAMILY,
         "mcore-customization-config.new-decoder-architecture "
         "mcore-customization-config.parallel-attention",
     ),
