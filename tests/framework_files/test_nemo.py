@@ -90,3 +90,40 @@ def test_the_vocabulary_is_that_of_the_file_or_asked_for(tmp_path: Path) -> None
     assert "make_vocab_size_divisible_by" not in of_tokenizer
     own = read(BRIDGE | {"model": MODEL | {"vocab_size": 1000}}, tmp_path).options
     assert own["make_vocab_size_divisible_by"] == "1"
+
+
+def test_distillation_is_refused(tmp_path: Path) -> None:
+    content = BRIDGE | {"model": BRIDGE["model"] | {"teacher": {"seq_length": 64}}}
+    with pytest.raises(ConfigError, match="a teacher as well, is not modelled"):
+        read(content, tmp_path)
+
+
+def test_what_a_recipe_sets_besides_its_file_is_noted(tmp_path: Path) -> None:
+    note = "settings-of-a-recipe-in-Python"
+    assert any(note in each for each in read(BRIDGE, tmp_path).notes)
+    whole = BRIDGE | {"ddp": {"use_distributed_optimizer": True}}
+    assert not any(note in each for each in read(whole, tmp_path).notes)
+
+
+def test_classes_of_megatron_bridge_have_defaults(tmp_path: Path) -> None:
+    assert read(BRIDGE, tmp_path).options["cross_entropy_loss_fusion"] == "True"
+    model = MODEL | {"cross_entropy_loss_fusion": False}
+    unfused = read(BRIDGE | {"model": model}, tmp_path)
+    assert unfused.options.get("cross_entropy_loss_fusion") != "True"
+    by_data = read(BRIDGE | {"model": MODEL, "dataset": {"sequence_length": 128}}, tmp_path)
+    assert by_data.options["seq_len"] == "128"
+    assert read(BRIDGE | {"model": MODEL | {"fp16": True}}, tmp_path).options["dtype"] == "fp16"
+    provider = {"_target_": "megatron.bridge.models.llama.Llama3ModelProvider8B"}
+    with pytest.raises(ConfigError, match="model-provider Llama3ModelProvider8B is invalid"):
+        read(BRIDGE | {"model": MODEL | provider}, tmp_path)
+    own = {"_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider"}
+    assert read(BRIDGE | {"model": MODEL | own}, tmp_path).options["num_layers"] == "4"
+
+
+def test_weights_in_fp32_of_nemo_are_refused_where_a_file_leaves_them(tmp_path: Path) -> None:
+    model = MODEL | {"encoder_seq_length": 64, "micro_batch_size": 1, "global_batch_size": 8}
+    content = {"trainer": {"devices": 8, "precision": "bf16"}, "model": model}
+    with pytest.raises(ConfigError, match="megatron-amp-o2"):
+        read(content, tmp_path)
+    notes = read(content | {"model": model | {"megatron_amp_O2": True}}, tmp_path).notes
+    assert any("no-mcore-gpt" in note for note in notes)

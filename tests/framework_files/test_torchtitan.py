@@ -126,6 +126,23 @@ def test_the_older_layout_is_the_same_job(tmp_path: Path) -> None:
             "[training]\ncompile = true\n[parallelism]\ntensor_parallel_degree = 2",
             {"compile": "block"},
         ),
+        (
+            "[training]\ncompile = true\nbatch_size = 4\n[parallelism]\n"
+            "pipeline_parallel_degree = 2\npipeline_parallel_microbatches = 4",
+            {"compile": "layers", "pp_microbatches": "4", "mbs": "1"},
+        ),
+        (
+            "[training]\ncompile = true\nlocal_batch_size = 2",
+            {"compile": "block"},
+        ),
+        (
+            "[parallelism]\ndata_parallel_replicate_degree = 8\ndata_parallel_shard_degree = 1",
+            {"bucket_cap_mb": "100"},
+        ),
+        (
+            "[parallelism]\ndata_parallel_replicate_degree = 8\ndata_parallel_shard_degree = 2",
+            {"bucket_cap_mb": None},
+        ),
     ],
 )
 def test_keys_are_options(text: str, options: dict[str, str | None], tmp_path: Path) -> None:
@@ -232,5 +249,5 @@ def test_a_precision_replaces_that_of_the_file(tmp_path: Path) -> None:
 def test_other_stages_than_the_batch_is_divided_by_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(NEW)
-    with pytest.raises(ConfigError, match="pp 2 is invalid: it must be 1, by which"):
+    with pytest.raises(ConfigError, match="pp 2 is invalid: it must be 1, on which --mbs"):
         job(config=str(path), world_size=8, pp=2)

@@ -80,7 +80,11 @@ def test_what_no_rule_made_has_none() -> None:
 
 @pytest.mark.parametrize(
     ("rules", "settings"),
-    [("pytorch", {"lora_rank": 8}), ("deepspeed", {"offload_optimizer": "cpu"})],
+    [
+        ("pytorch", {"lora_rank": 8}),
+        ("deepspeed", {"offload_optimizer": "cpu"}),
+        ("deepspeed", {"offload_param": "cpu"}),
+    ],
 )
 def test_what_is_frozen_or_on_the_host_is_not_taken_for_all_of_a_step(
     rules: str, settings: dict[str, object]

@@ -35,6 +35,8 @@ _COMMON = {
 _FSDP = {
     **_COMMON,
     "data_parallel": Entry(option="data_parallel"),
+    # Accelerator.accumulate, and Trainer: no_sync but for the last micro-batch.
+    "grad_sync": Entry(option="grad_sync", default="last"),
     "dtype": Entry(option="dtype", values={"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}),
     "reduce_dtype": Entry(option="reduce_dtype"),
     "param_dtype": Entry(option="param_dtype"),
@@ -63,7 +65,12 @@ _FSDP = {
         parallelism_config.parallelism_config_cp_backend
         """,
     ),
-    "distributed_type": Entry(refused="one of FSDP, MULTI_GPU, NO, DEEPSPEED"),
+    "distributed_type": Entry(
+        refused="one of FSDP, MULTI_GPU, MULTI_XPU, MULTI_NPU, NO, DEEPSPEED"
+    ),
+    "distributed_type of other accelerators": Entry(
+        unmodelled="it is DDP, and the device is that of --device"
+    ),
     "fsdp_config.fsdp_sharding_strategy": Entry(
         refused="one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2"
     ),
@@ -79,7 +86,8 @@ _FSDP = {
         unmodelled="units are gathered and reduced as by fully_shard", off=("2",)
     ),
     **refused(
-        "false: weights that are offloaded are not modelled",
+        "false: FSDP's weights, gradients and optimizer states on the host are not modelled, "
+        "as DeepSpeed's are",
         "fsdp_config.fsdp_offload_params",
     ),
     **refused(
@@ -98,22 +106,26 @@ _STRATEGIES: Mapping[str, str] = {
     "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD_ZERO2",
 }
 _KINDS = ("FSDP", "MULTI_GPU", "NO")
+# DDP over other accelerators: DistributedType of accelerate/utils/dataclasses.py.
+_OTHERS = ("XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
 
 
 def _prepare_fsdp(keys: Keys) -> Keys:
     """Join keys that mean one option, as accelerate's FullyShardedDataParallelPlugin does."""
     keys = _joined(keys)
     kind = keys.pop("distributed_type", "NO").upper()
-    if kind not in _KINDS:
+    if kind.removeprefix("MULTI_") in _OTHERS:
+        keys["distributed_type of other accelerators"] = kind
+    elif kind not in _KINDS:
         keys["distributed_type"] = kind
     strategy = _strategy(keys)
     if kind == "FSDP" and strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
         keys.setdefault("fsdp_config.fsdp_reshard_after_forward", "false")
-    nodes = keys.get("num_machines", "1")
-    if kind == "FSDP" and strategy.startswith("HYBRID_SHARD") and nodes != "1":
-        # Weights are sharded in a node, and replicated over nodes.
-        keys.setdefault("parallelism_config.parallelism_config_dp_replicate_size", nodes)
+    if kind == "FSDP" and strategy.startswith("HYBRID_SHARD"):
+        _divide_by_nodes(keys)
     is_sharded = kind == "FSDP" and strategy != "NO_SHARD"
+    if is_sharded:
+        keys.setdefault("fsdp_config.fsdp_version", "1")
     keys["data_parallel"] = "fsdp" if is_sharded else "ddp"
     precision = keys.pop("mixed_precision", "no")
     if precision == "fp8":
@@ -130,6 +142,16 @@ def _prepare_fsdp(keys: Keys) -> Keys:
     if keys.pop("dynamo_config.dynamo_backend", "no").lower() not in ("no", "eager"):
         keys["compile"] = "layers" if is_regional else "model"
     return keys
+
+
+def _divide_by_nodes(keys: Keys) -> None:
+    """Shard weights in a node, and replicate them over nodes, of which flags may give more."""
+    nodes, ranks = keys.get("num_machines", "1"), keys.get("num_processes", "")
+    if ranks.isdecimal() and nodes.isdecimal() and int(nodes) and not int(ranks) % int(nodes):
+        of_node = str(int(ranks) // int(nodes))
+        keys.setdefault("parallelism_config.parallelism_config_dp_shard_size", of_node)
+    elif nodes != "1":
+        keys.setdefault("parallelism_config.parallelism_config_dp_replicate_size", nodes)
 
 
 def _strategy(keys: Keys) -> str:

@@ -27,6 +27,7 @@ _DEEPSPEED = (
     *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"),
     *("gradient_accumulation_steps", "bf16", "fp16"),
 )
+_NO_PROGRAM = {"program": "none is named"}
 _ARGUMENTS = ("--num-layers", "--hidden-size", "--micro-batch-size", "--seq-length")
 
 
@@ -57,16 +58,29 @@ def _is_megatron_yaml(content: object) -> bool:
 
 def _megatron_keys(content: Any, where: str) -> Keys:
     if isinstance(content, str):
-        return megatron.keys_of_words(shell.training_words(content, where), where)
+        programs: list[str] = []
+        words = shell.training_words(content, where, megatron.IDLE, programs.append)
+        for program in programs:
+            megatron.check_program(program)
+        if not words:
+            allowed = "a script that starts a Python file with arguments, or these arguments"
+            raise ConfigError(where, "without a training", allowed)
+        return megatron.keys_of_words(words, where) | ({} if programs else _NO_PROGRAM)
     arguments = content.get("MODEL_ARGS", content)
     if not isinstance(arguments, dict):
         raise ConfigError(f"{where}: MODEL_ARGS", text_of(arguments), "arguments with values")
-    return {
-        str(name).removeprefix("--"): text_of(value).replace(",", " ")
-        if isinstance(value, list)
-        else text_of(value)
-        for name, value in arguments.items()
-    }
+    if arguments is not content:
+        for name in content:
+            if str(name).startswith("--"):
+                raise ConfigError(f"{where}: {name}", "outside", "one of MODEL_ARGS")
+    keys = dict(_NO_PROGRAM)
+    for name, value in arguments.items():
+        key = str(name).removeprefix("--")
+        if key in keys:
+            raise ConfigError(f"{where}: {key}", text_of(value), "given once")
+        text = text_of(value)
+        keys[key] = text.replace(",", " ") if isinstance(value, list) else text
+    return keys
 
 
 def _flat_keys(content: Any, where: str) -> Keys:

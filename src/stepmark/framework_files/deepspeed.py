@@ -141,6 +141,10 @@ _OTHERS = {
     "optimizer.type": Entry(
         unmodelled="the optimizer is Adam", off=("adam", "adamw", "cpuadam", "deepspeedcpuadam")
     ),
+    "optimizer.type that compresses": Entry(
+        unmodelled="steps are Adam's before freeze_step, which send whole gradients"
+    ),
+    "optimizer.type of products": Entry(refused="Adam or AdamW: Muon is not modelled"),
 }
 # Keys that DeepSpeed accepts without "stage3_", too (fields of DeepSpeedZeroConfig).
 _SHORT = (
@@ -149,6 +153,8 @@ _SHORT = (
     "gather_16bit_weights_on_model_save",
 )
 _RENAMED = {f"{ZERO}.{name}": f"{ZERO}.stage3_{name}" for name in _SHORT}
+# Optimizers that send whole gradients until freeze_step (deepspeed/runtime/fp16/onebit).
+_COMPRESSING = ("onebitadam", "zerooneadam", "onebitlamb")
 # Sections whose keys matter to nobody here.
 _WHOLE = (
     *("optimizer.params", "scheduler", "tensorboard", "wandb", "csv_monitor", "comet"),
@@ -198,6 +204,11 @@ def prepare(keys: Keys) -> Keys:
         if value != "null" and not name.startswith("_comment")
     }
     keys["dtype"] = _dtype(keys)
+    optimizer = keys.get("optimizer.type", "").lower()
+    if optimizer in _COMPRESSING:
+        keys["optimizer.type that compresses"] = keys.pop("optimizer.type")
+    elif optimizer == "muon":
+        keys["optimizer.type of products"] = keys.pop("optimizer.type")
     if keys.pop(f"{ZERO}.cpu_offload", "") == "true":
         keys.setdefault(f"{ZERO}.offload_optimizer.device", "cpu")
     if keys.get(f"{ZERO}.stage", "0") == "0":

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from stepmark.framework_files import megatron
+from stepmark.framework_files.megatron_entries import OTHER_FAMILY
 from stepmark.framework_files.table import (
     Keys,
     Table,
@@ -24,7 +25,7 @@ _WHOLE = (
     *("rng", "scheduler", "tokenizer", "dataset", "profiling", "straggler", "ft", "rerun"),
     *("rerun_state_machine", "inprocess_restart", "validation", "model.memory_profile"),
     *("name", "base_results_dir", "model.log_token_counts", "nvrx_straggler", "peft"),
-    "env_vars",
+    *("env_vars", "model.teacher"),
     *("s3_checkpointing", "model.ub_tp_comm_overlap_cfg", "model.gc_interval"),
 )
 _SETTINGS = (
@@ -74,6 +75,7 @@ _NEGATED = {
     "align_param_gather": "no-align-param-gather",
     "persist_layer_norm": "no-persist-layer-norm",
     "grad_reduce_in_fp32": "grad-reduce-in-bf16",
+    "mcore_gpt": "no-mcore-gpt",
 }
 _ACTIVATIONS: Mapping[str, str] = {
     "swiglu": "swiglu",
@@ -104,6 +106,15 @@ _RECIPE = re.compile(r"(bf16|fp16)_with_(\w+)_mixed")
 _SHARDED = ("distributed_fused_adam", "mcore_distributed_optim", "distributed_adam")
 _ADAMS = ("fused_adam", "adam", "adamw", "megatron_fused_adam", *_SHARDED)
 
+# NeMo's, of models/language_modeling/megatron_gpt_model.py.
+_DEFAULTS = {"model.megatron_amp_O2": "false", "model.mcore_gpt": "false"}
+# What a provider of another family sets where a file does not.
+_PROVIDED = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "normalization"),
+    *("gated_linear_unit", "add_bias_linear", "position_embedding_type", "hidden_dropout"),
+    "share_embeddings_and_output_weights",
+)
+
 _OWN = {
     **without_effect("files, logs and data", " ".join(_WHOLE)),
     **without_effect(
@@ -120,7 +131,7 @@ _OWN = {
     **without_effect(
         "the same step in Megatron-LM's core",
         """
-        mcore-gpt use-scaled-init-method do-layer-norm-weight-decay pre-process post-process
+        use-scaled-init-method do-layer-norm-weight-decay pre-process post-process
         headscale transformer-block-type normalize-attention-scores attention-type
         native-amp-init-scale native-amp-growth-interval
         grad-allreduce-chunk-size-mb grad-div-ar-fusion apex-transformer-log-level
@@ -157,10 +168,25 @@ _OWN = {
     ),
     **refused(
         "left out: it is not modelled",
-        "cpu-offloading cpu-offloading-activations cpu-offloading-weights "
+        "cpu-offloading cpu-offloading-activations cpu-offloading-weights",
+    ),
+    **refused(
+        OTHER_FAMILY,
         "mcore-customization-config.new-decoder-architecture "
         "mcore-customization-config.parallel-attention",
     ),
+    **refused(
+        "left out: distillation, which runs a teacher as well, is not modelled", "model.teacher"
+    ),
+    **unmodelled(
+        "those that this file lacks have Megatron-LM's defaults",
+        "settings-of-a-recipe-in-Python",
+    ),
+    **refused(
+        f"GPTModelProvider, or beside all of {', '.join(_PROVIDED)}: its own are not known",
+        "model-provider",
+    ),
+    **unmodelled("layers are those of Megatron-Core", "no-mcore-gpt"),
     **refused("left out: FSDP of NeMo is not modelled", "fsdp"),
     **refused("left out: give --lora-rank to train adapters alone", "peft"),
     **refused(
@@ -182,7 +208,8 @@ def _prepare(keys: Keys) -> Keys:
     """Return the keys in Megatron-LM's words."""
     tokenizer = _of_tokenizer(keys)
     is_bridge = any(name.startswith("train.") for name in keys)
-    keys = _joined(keys)
+    of_bridge = _of_bridge(keys) if is_bridge else {}
+    keys = _joined(keys if is_bridge else _DEFAULTS | keys)
     words = (
         tokenizer
         | _of_activation(keys)
@@ -195,6 +222,7 @@ def _prepare(keys: Keys) -> Keys:
             keys.pop(f"model.cpu_offloading_{name}", None)
     for name, value in keys.items():
         words |= _in_words_of_megatron(name, value)
+    words = of_bridge | words
     if is_bridge and "model.vocab_size" in keys:  # the tokenizer's alone is padded
         words["padded-vocab-size"] = words.pop("vocab-size")
     if "model.override_vocab_size" in keys:
@@ -207,6 +235,29 @@ def _prepare(keys: Keys) -> Keys:
     return megatron.TABLE.prepare(words)
 
 
+def _of_bridge(keys: Keys) -> Keys:
+    """Return what Megatron-Bridge's classes set, and what a recipe may set besides the file.
+
+    GPTModelProvider (models/gpt_provider.py, 067f987df) fuses the loss; model and data have one
+    length of sequences (training/config.py).
+    """
+    words = {"cross-entropy-loss-fusion": "true"}
+    for name in ("dataset.seq_length", "dataset.sequence_length"):
+        if (length := keys.get(name, "")).isdecimal() and _is_empty(keys, "model.seq_length"):
+            words["seq-length"] = length
+    if "model.num_layers" not in keys or not any(name.startswith("ddp.") for name in keys):
+        words["settings-of-a-recipe-in-Python"] = "given"
+    provider = keys.get("model._target_", "").rpartition(".")[2]
+    is_open = any(_is_empty(keys, f"model.{name}") for name in _PROVIDED)
+    if "model.num_layers" in keys and provider not in ("", "GPTModelProvider") and is_open:
+        words["model-provider"] = provider
+    return words
+
+
+def _is_empty(keys: Keys, name: str) -> bool:
+    return keys.get(name, "null") == "null"
+
+
 def _of_trainer(keys: Keys) -> Keys:
     devices = keys.pop("trainer.devices", "")
     nodes = keys.pop("trainer.num_nodes", "1")
@@ -214,7 +265,9 @@ def _of_trainer(keys: Keys) -> Keys:
 
 
 def _of_precision(keys: Keys) -> Keys:
-    own = [keys.get(f"mixed_precision.{dtype}") for dtype in ("bf16", "fp16", "fp32")]
+    sections = ("mixed_precision", "model")
+    dtypes = ("bf16", "fp16", "fp32")
+    own = [keys.get(f"{section}.{dtype}") for section in sections for dtype in dtypes]
     default = "32" if any(own) else "bf16_mixed"  # the section says its type itself
     of_model = keys.pop("model.precision", "")  # the trainer's, by reference
     precision = keys.pop("trainer.precision", "") or keys.pop("mixed_precision", "")

@@ -65,7 +65,7 @@ class Translation:
 
     defaults: options that are the framework's default, not the file's. notes: keys without
     effect, and what the step lacks. requested: options that the file leaves to a flag, with the
-    key and value that do. fixed: options that the file's other options depend on.
+    key and value that do. fixed: options on which option freed_by of the file depends.
     """
 
     framework: str
@@ -75,6 +75,7 @@ class Translation:
     notes: tuple[str, ...] = ()
     requested: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     fixed: Options = field(default_factory=dict)
+    freed_by: str = ""
 
     def with_options(self, options: Options) -> "Translation":
         return replace(self, options=self.options | options)
@@ -92,7 +93,7 @@ class Table:
     its inverse, after options are written. implied: options that others of a file imply.
     has_flags: a switch is on where it is given, and has no value. open: a value that leaves
     an option open, and why. fixed: options, with the framework's defaults, that a flag cannot
-    change, as others of the file depend on them.
+    change alone, as option freed_by depends on them in a file that has the key fixed_with.
     """
 
     framework: str
@@ -104,6 +105,8 @@ class Table:
     has_flags: bool = False
     open: tuple[str, str] = ("", "")
     fixed: Mapping[str, str] = field(default_factory=dict)
+    freed_by: str = ""
+    fixed_with: str = ""
 
     def read(self, keys: Keys, where: str) -> Translation:
         """Return the keys as options. where: the file. Raises ConfigError."""
@@ -134,6 +137,7 @@ class Table:
                 idle.setdefault("as modelled", []).append(key)
             else:
                 lacks.setdefault(entry.unmodelled, []).append(key)
+        is_fixed = not self.fixed_with or self.fixed_with in keys
         defaults = {
             entry.option: entry.default
             for entry in self.entries.values()
@@ -151,7 +155,10 @@ class Table:
             defaults=defaults,
             notes=tuple(notes),
             requested=requested,
-            fixed={name: options.get(name, text) for name, text in self.fixed.items()},
+            fixed={name: options.get(name, text) for name, text in self.fixed.items()}
+            if is_fixed
+            else {},
+            freed_by=self.freed_by,
         )
 
     def value_of(self, key: str, value: str) -> str:

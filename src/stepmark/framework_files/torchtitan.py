@@ -129,6 +129,7 @@ _OLDER_COUNTS = (
     "experimental.pipeline_parallel_microbatches",
     "parallelism.pipeline_parallel_microbatches",
 )
+_DDP_BUCKET = "100"  # MiB: apply_ddp of models/llama3/infra/parallelize.py
 _MODE = "activation_checkpoint.mode"
 _EVERY = "activation_checkpoint.selective_ac_option"
 _PP = "parallelism.pipeline_parallel_degree"
@@ -146,7 +147,10 @@ _FLOAT8_GATHER = "quantize.linear.float8.enable_fsdp_float8_all_gather"
 _SCOPE = "compile.scope"
 _COUNT = "pipeline.microbatches"
 _STAGES = "pipeline.stages"
+_BUCKET = "replicate.bucket_cap_mb"
 _CP = "parallelism.context_parallel_degree"
+_REPLICATED = "parallelism.data_parallel_replicate_degree"
+_SHARDED = "parallelism.data_parallel_shard_degree"
 _PARAM_DTYPE = "training.mixed_precision_param"
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -161,8 +165,9 @@ _USED = {
     "training.mixed_precision_reduce": Entry(option="reduce_dtype", values=_DTYPES),
     "training.dtype": Entry(option="shard_dtype", values=_DTYPES),
     "training.max_norm": Entry(option="clip"),
-    "parallelism.data_parallel_replicate_degree": Entry(option="dp_replicate"),
-    "parallelism.data_parallel_shard_degree": Entry(option="dp_shard"),
+    _REPLICATED: Entry(option="dp_replicate"),
+    _SHARDED: Entry(option="dp_shard"),
+    _BUCKET: Entry(option="bucket_cap_mb"),
     "parallelism.fsdp_reshard_after_forward": Entry(
         option="reshard_after_forward", values={"always": "yes", "never": "no"}
     ),
@@ -282,11 +287,15 @@ _IDLE = {
     **refused(
         "left out: it is not modelled",
         """
-        optimizer.early_step_in_backward training.enable_cpu_offload
+        optimizer.early_step_in_backward
         parallelism.pipeline_parallel_split_points parallelism.module_fqns_per_model_part
         parallelism.pipeline_parallel_schedule_csv fault_tolerance.enable
         quantize.linear.float8.emulate float8.emulate
         """,
+    ),
+    **refused(
+        "false: FSDP's weights, gradients and optimizer states on the host are not modelled",
+        "training.enable_cpu_offload",
     ),
     **{
         name: Entry(refused='["output"] or []: other layers that stay in bf16 are not modelled')
@@ -315,12 +324,13 @@ _IDLE = {
 def _prepare(keys: Keys) -> Keys:
     """Join keys that mean one option, and give the older layout's their newer names."""
     keys = {name: value for name, value in keys.items() if value != "{}"}
-    if "training.compile" in keys:  # the loss is compiled since May 2025
-        is_newer = any(name.startswith("parallelism.") for name in keys)
-        keys["compile.components"] = "model,loss" if is_newer else "model"
+    if "training.compile" in keys:
+        keys["compile.components"] = "model,loss" if _compiles_loss(keys) else "model"
     _prepare_microbatches(keys)
     keys = {_RENAMED.get(name, name): value for name, value in keys.items()}
-    for name in ("parallelism.data_parallel_shard_degree", "training.global_batch_size"):
+    if _is_replicated(keys) and keys.get(_SHARDED) == "1":
+        keys[_BUCKET] = _DDP_BUCKET
+    for name in (_SHARDED, "training.global_batch_size"):
         if keys.get(name) == "-1":
             del keys[name]
     if keys.get("parallelism.fsdp_reshard_after_forward") == "default":
@@ -338,14 +348,29 @@ def _prepare(keys: Keys) -> Keys:
     return keys
 
 
+def _is_replicated(keys: Keys) -> bool:
+    """Return whether ranks have whole weights, unless some of them shard."""
+    return keys.get(_REPLICATED, "1") != "1" and keys.get(_CP, "1") == "1"
+
+
+def _compiles_loss(keys: Keys) -> bool:
+    """Return whether training.compile is of a layout since bbb1b616e (2 April 2025).
+
+    [parallelism] is two weeks older (785c34c99); pipeline_parallel_microbatches went on
+    7 April 2025 (5e2033c75), local_batch_size came on 5 June 2025 (8570415c3).
+    """
+    is_newer = _BATCH in keys or any(name.startswith("parallelism.") for name in keys)
+    return is_newer and _OLDER_COUNTS[1] not in keys
+
+
 def _prepare_model(keys: Keys) -> None:
-    family = keys.pop("model.name", "llama3")
+    family = keys.get("model.name", "llama3")
     flavor = keys.pop("model.flavor", "debugmodel")
+    if family not in (*_FAMILIES, "transformers_modeling_backend"):
+        return  # refused by its name
+    keys.pop("model.name", None)
     if family == "transformers_modeling_backend":
         return  # the model is of Hugging Face's hub
-    if family not in _FAMILIES:
-        keys["model.name"] = family
-        return
     name = f"{family} {flavor}"
     if widths := _FLAVORS.get(name):
         keys["flavor.name"] = name.replace(" ", "-").lower()
@@ -458,7 +483,14 @@ def _complete(keys: Keys) -> Keys:
         keys["compile.enable"] = "true"
         parts = {"block": "model,loss", "layers": "model", "loss": "loss"}
         keys["compile.components"] = parts[scope]
-    is_sharded = "parallelism.data_parallel_shard_degree" in keys or _CP in keys
+    is_sharded = _SHARDED in keys or _CP in keys
+    bucket = keys.pop(_BUCKET, "0")
+    if _is_replicated(keys) and not is_sharded:
+        keys[_SHARDED] = "1"
+        if bucket != _DDP_BUCKET:
+            raise ConfigError(
+                "bucket-cap-mb", bucket, f"{_DDP_BUCKET}, as torchtitan gives DDP"
+            )
     if (dtype := keys.get(_PARAM_DTYPE)) and not is_sharded:
         raise ConfigError("param-dtype", dtype, "left out: torchtitan shards such weights")
     if name := _FILTERS.get(keys.get(_CONVERTERS, "")):
@@ -522,4 +554,5 @@ TABLE = Table(
     complete=_complete,
     implied=("world_size", "model", "model_name"),
     fixed={"pp": "1"},
+    freed_by="mbs",
 )

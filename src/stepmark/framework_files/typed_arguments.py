@@ -1,18 +1,10 @@
 """Megatron-LM's arguments that are typed beside options of ours."""
 
 from stepmark.framework_files.layer_frequency import dense_layers
-from stepmark.framework_files.megatron import JOINED, TABLE, VPP
-from stepmark.framework_files.table import OFF, ON, Entry
+from stepmark.framework_files.megatron import JOINED, TABLE, VPP, replaced
+from stepmark.framework_files.table import Entry
 from stepmark.ground.errors import ConfigError
 
-# Arguments that are an option of ours whatever else is typed, with its value.
-_TYPED = {
-    "bf16": ("dtype", "bf16"),
-    "fp16": ("dtype", "fp16"),
-    "recompute-activations": ("recompute_granularity", "selective"),
-    "checkpoint-activations": ("recompute_granularity", "full"),
-    "use-rotary-position-embeddings": ("max_positions", "0"),
-}
 # What is typed instead of others.
 _INSTEAD = {
     VPP: "written as --virtual-pipeline-model-parallel-size N, chunks of a stage",
@@ -25,12 +17,11 @@ def typed_option(name: str, value: str) -> tuple[str, str]:
 
     Megatron-LM's defaults of what is not typed do not hold. Raises ConfigError.
     """
-    if name in _TYPED:
-        return _TYPED[name]
-    entry = TABLE.entries.get(name, Entry())
+    ((argument, text),) = replaced({name: value}).items()
+    entry = TABLE.entries.get(argument, Entry())
     if entry.option:
-        text = dense_layers(value) if name == "moe-layer-freq" else value
-        return entry.option, TABLE.value_of(name, text)
+        text = dense_layers(text) if argument == "moe-layer-freq" else text
+        return entry.option, TABLE.value_of(argument, text)
     if name in JOINED:
         allowed = _INSTEAD.get(name, "in a file with the model's other arguments (--config)")
     elif entry.refused:
@@ -40,9 +31,3 @@ def typed_option(name: str, value: str) -> tuple[str, str]:
     else:
         allowed = f"left out, as it has no effect on time and memory ({entry.no_effect})"
     raise ConfigError(f"--{name}", "given", allowed)
-
-
-def takes_value(name: str) -> bool:
-    """Return whether an argument that is an option of ours has a value."""
-    entry = TABLE.entries.get(name, Entry())
-    return name not in JOINED and bool(entry.option) and entry.values not in (ON, OFF)

@@ -52,7 +52,7 @@ def _is_unknown(module: str, settings: Any) -> bool:
     """Return whether tensors of the job are not derived: of adapters, and on the host."""
     if module == "pytorch":
         return settings.lora_rank is not None
-    return module == "deepspeed" and bool(settings.is_offloaded)
+    return module == "deepspeed" and (settings.is_offloaded or settings.has_host_weights)
 
 
 def _module(workload: Workload) -> str:

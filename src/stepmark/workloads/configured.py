@@ -88,11 +88,19 @@ def _check_flags(options: GenerateOptions, file: Translation) -> None:
         if getattr(options, name) is None:
             allowed = f"left to a trainer: give --{name.replace('_', '-')}"
             raise ConfigError(f"{options.config}: {key}", value, allowed)
+    if not file.fixed or getattr(options, file.freed_by, None) is not None:
+        return
+    flag = f"--{file.freed_by.replace('_', '-')}"
     for name, own in file.fixed.items():
         given = getattr(options, name)
-        if given is not None and str(given) != own and options.mbs is None:
-            allowed = f"{own}, by which {options.config} divides its batch, or given with --mbs"
+        if given is not None and str(given) != own:
+            allowed = (
+                f"{own}, on which {flag} of {options.config} depends, or given with {flag}"
+            )
             raise ConfigError(name, given, allowed)
+    if "num_layers" in file.fixed and (model := options.model or options.model_size):
+        allowed = f"left out: {flag} of {options.config} depends on its layers; or with {flag}"
+        raise ConfigError("model", model, allowed)
 
 
 def _accumulated(

@@ -170,7 +170,7 @@ def without_arguments(
             continue
         argument = name.removeprefix("--")
         if not is_:
-            takes_value = typed_arguments.takes_value(argument)
+            takes_value = megatron.takes_value(argument)
             value = next(coming, "") if takes_value else "true"
         option, text = typed_arguments.typed_option(argument, value)
         other, before = options.setdefault(option, (name, text))

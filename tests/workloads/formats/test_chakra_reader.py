@@ -279,3 +279,22 @@ class TestFormats:
         heads = [path.read_bytes()[:4096] for path in others]
         assert heads
         assert not any(FORMATS["chakra"].is_one(head) for head in heads)
+
+
+# Beginnings of files of mlcommons/chakra at 21585d8, tests/data, and of chakra_jsonizer's text.
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n  "workload_graph": [\n    {\n      "Id": 216,', "graph as JSON.*PREFIX.RANK.et"),
+        (
+            '{\n  "schema": "1.0.2-chakra.0.0.4", "pid": 788625,\n  "nodes": [\n    {',
+            "chakra_trace_link and chakra_converter make",
+        ),
+        ('{\n  "version": "0.0.4"\n}{\n  "id": "2",', "text of chakra_jsonizer"),
+    ],
+)
+def test_other_forms_of_chakra_are_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "chakra.0.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        workload_files.read(str(path))

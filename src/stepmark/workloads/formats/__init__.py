@@ -189,6 +189,24 @@ def find_format(name: str, *, to: bool) -> str:
     return key
 
 
+# Files of other tools: marks in the head, what it is, and what to give instead.
+_OTHERS = (
+    ((b"train_iter:",), "AIOB's profile, which --compute-from takes"),
+    ((b"inference_term:",), "AIOB's profile, which --compute-from takes"),
+    (
+        (b'"workload_graph"',),
+        "Chakra's graph as JSON, which is not read: give the trace itself, PREFIX.RANK.et",
+    ),
+    (
+        (b'"schema"', b'"nodes"'),
+        "PyTorch's execution trace: chakra_trace_link and chakra_converter make PREFIX.RANK.et "
+        "of it",
+    ),
+    (
+        (b'"version"', b"}{"),
+        "the text of chakra_jsonizer: give the trace itself, PREFIX.RANK.et",
+    ),
+)
 _OF_TRACES = "`stepmark trace to-workload` makes a workload of traces"
 
 
@@ -216,8 +234,10 @@ def sniff(path: Path) -> str:
         if form.is_one(head):
             return name
     what = "an empty file" if not head.strip() else "a file of unknown kind"
-    if head.startswith((b"train_iter:", b"inference_term:")):
-        what = "AIOB's profile, which --compute-from takes"
+    for marks, name in _OTHERS:
+        if all(mark in head for mark in marks):
+            what = name
+            break
     if _is_trace(head):
         what = f"a profiler trace ({_OF_TRACES})"
     allowed = f"a workload in one of these: {', '.join(readable)}; this is {what}"

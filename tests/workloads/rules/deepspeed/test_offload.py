@@ -83,6 +83,19 @@ def test_offloaded_weights_are_copied_before_each_gather() -> None:
     assert all(isinstance(op, ComputeOp) and isinstance(op.op, HostCopy) for op in before)
 
 
+def test_weights_alone_on_the_host_are_updated_on_the_device() -> None:
+    settings = replace(zero(3), offload_param=Offload.CPU)
+    made = workload(job(), settings)
+    both = copied(offloaded(3, weights=True))
+    assert copied(made) == {
+        ("h2d", "weights"): both["h2d", "weights"],
+        ("d2h", "optimizer"): 4 * SHARD,  # in fp32: the host waits for the copy, and casts
+    }
+    computed = [op.op for op in made.expand() if isinstance(op, ComputeOp)]
+    (adam,) = [op for op in computed if isinstance(op, Optimizer)]
+    assert adam.num_params == SHARD
+
+
 def test_the_norm_of_gradients_on_the_host_is_fp32() -> None:
     norms = [
         op.dtype
@@ -96,7 +109,6 @@ def test_the_norm_of_gradients_on_the_host_is_fp32() -> None:
     ("settings", "text"),
     [
         ({"stage": 0, "offload_optimizer": Offload.CPU}, "only with stage 1, 2 or 3"),
-        ({"stage": 3, "offload_param": Offload.CPU}, "only with stage 3 and offload_optimizer"),
         (
             {"stage": 2, "offload_optimizer": Offload.CPU, "offload_param": Offload.CPU},
             "only with stage 3",

@@ -6,8 +6,9 @@ stage3.py (partition_grads, _offload_grad_partition_at_boundary,
 _reassign_or_swap_out_partitioned_parameters), partition_parameters.py (all_gather_coalesced).
 Only read. A copy that changes the type sends the type of its destination when that is the
 host's fp32, because it is cast on the device before, and the weights' when it goes to the
-device, because it is cast on the host (torch 2.13, aten/src/ATen/native/cuda/Copy.cu:
-copy_requires_temporaries).
+device, because it is cast on the host. A copy that its host waits for is cast on the host: new
+weights go there in the optimizer's fp32 (torch 2.13, aten/src/ATen/native/cuda/Copy.cu:
+copy_kernel_cuda).
 """
 
 from collections.abc import Iterator
@@ -61,3 +62,8 @@ def host_update(numel: int, *, dtype: DType, has_weights: bool) -> Iterator[Comp
     yield ComputeOp(op=kernel, phase=Phase.OPTIM, module="optimizer")
     if has_weights:
         yield host_copy(numel * dtype.itemsize, "h2d", Phase.OPTIM, "optimizer")
+
+
+def weights_to_host(numel: int) -> ComputeOp:
+    """Return the copy of weights that the device updates and the host stores."""
+    return host_copy(numel * DType.FP32.itemsize, "d2h", Phase.OPTIM, "optimizer")

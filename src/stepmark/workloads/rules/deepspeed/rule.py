@@ -58,8 +58,9 @@ from stepmark.workloads.rules.deepspeed.offload import (
     gradient_copies,
     host_copy,
     host_update,
+    weights_to_host,
 )
-from stepmark.workloads.rules.deepspeed.settings import DeepSpeed, Offload
+from stepmark.workloads.rules.deepspeed.settings import DeepSpeed
 from stepmark.workloads.rules.deepspeed.zero3 import Fetch, Pass, persistent, steady_step
 
 
@@ -560,7 +561,7 @@ class _Plan:
             comms=self.comms,
             overlaps=self.settings.overlaps,
             divided=self.settings.stage == 3,
-            fetches=self.settings.offload_param is Offload.CPU,
+            fetches=self.settings.has_host_weights,
             follows=follows and any(kind == GRADS for (kind, _, _), _ in events),
         )
         bucket = self._bucket()
@@ -651,11 +652,13 @@ class _Plan:
 
     def _update(self, num_params: int) -> Iterator[ComputeOp]:
         if self.settings.is_offloaded:
-            has_weights = self.settings.offload_param is Offload.NONE
+            has_weights = not self.settings.has_host_weights
             yield from host_update(num_params, dtype=self.dtype, has_weights=has_weights)
             return
         op = Optimizer(num_params=num_params, dtype=DType.FP32)
         yield ComputeOp(op=op, phase=Phase.OPTIM, module="optimizer")
+        if self.settings.has_host_weights:
+            yield weights_to_host(num_params)
 
     def _gathered(
         self, elements: int, phase: Phase = Phase.OPTIM, module: str = "optimizer"

@@ -103,11 +103,10 @@ class DeepSpeed:
                 "only with stage 1, 2 or 3",
             ),
             (
-                self.offload_param is Offload.CPU
-                and (self.stage != 3 or self.offload_optimizer is Offload.NONE),
+                self.offload_param is Offload.CPU and self.stage != 3,
                 "offload_param",
                 self.offload_param,
-                "only with stage 3 and offload_optimizer cpu",
+                "only with stage 3",
             ),
             (self.zero_init and self.stage != 3, "zero_init", True, "only with stage 3"),
             (
@@ -121,6 +120,11 @@ class DeepSpeed:
     @property
     def is_offloaded(self) -> bool:
         return self.offload_optimizer is Offload.CPU
+
+    @property
+    def has_host_weights(self) -> bool:
+        """Whether shards of weights are in the host's memory."""
+        return self.offload_param is Offload.CPU
 
     @property
     def overlaps(self) -> bool:
