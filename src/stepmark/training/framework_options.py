@@ -1,8 +1,4 @@
-"""A framework's file as options of `stepmark train`; flags that are typed win.
-
-PyTorch trains the model, the ranks and axes, and the batches of any framework. What it does by
-itself, such as kernels, overlaps and buckets, a note lists; another step is refused.
-"""
+"""A framework's file as options of `stepmark train`; flags that are typed win."""
 
 import contextlib
 import math
@@ -12,102 +8,20 @@ from pathlib import Path
 
 from stepmark.cases.fields import declared
 from stepmark.cases.train_case import TrainCase
-from stepmark.framework_files.architecture import NAMES
 from stepmark.framework_files.table import FALSE, TRUE, Options, Translation
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build, dashed
-from stepmark.ground.options import options as options_of_class
+from stepmark.ground.options import options as declared_options
 from stepmark.measuring.machine import Machine
 from stepmark.model.parallel import ParallelConfig
 from stepmark.training import train_plan
+from stepmark.training.framework_table import FRAMEWORKS, OWN_WAY, REFUSED, USED
 from stepmark.training.train_options import TrainOptions, given_options
 from stepmark.workloads.models import read_models
 
-# Options of `train`, and the options of `workload generate` that decide each.
-USED: Mapping[str, tuple[str, ...]] = {
-    "models": ("model", "model_name", "make_vocab_size_divisible_by", *NAMES),
-    "seq_len": ("seq_len",),
-    "nproc": ("world_size", "dp_shard"),
-    "strategy": ("data_parallel", "stage", "use_distributed_optimizer"),
-    "tp": ("tp",),
-    "pp": ("pp",),
-    "cp": ("cp",),
-    "ep": ("ep",),
-    "dp_replicate": ("dp_replicate",),
-    "mbs": ("mbs",),
-    "grad_accum": ("gbs", "grad_accum"),
-    "pp_microbatches": ("pp_microbatches",),
-    "pp_schedule": ("pp_schedule", "virtual_pipeline_model_parallel_size", "pp_stages"),
-    "pp_split": (
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-    ),
-    "precision": (
-        *("precision", "dtype", "param_dtype", "shard_dtype"),
-        *("fp8_format", "fp4_format", "fp4_recipe"),
-    ),
-    "fp8_recipe": ("fp8_recipe",),
-    "fp8_all_gather": ("fp8_all_gather",),
-    "reduce_dtype": ("reduce_dtype", "grad_reduce_in_bf16", "communication_data_type"),
-    "reshard": ("reshard_after_forward",),
-    "clip": ("clip", "gradient_clipping"),
-    "ac": (
-        *("recompute", "recompute_every", "recompute_granularity", "recompute_method"),
-        "recompute_num_layers",
-    ),
-    "compile": ("compile",),
-    "async_tp": ("async_tp",),
-    "attention": ("attention_backend",),
-}
-# Options of kernels, buckets and overlaps: PyTorch has its own for the same model and batches.
-OWN_WAY = (
-    *("sequence_parallel", "tp_comm_overlap", "tp_comm_overlap_ag", "fuse_qkv"),
-    *("tp_comm_overlap_rs", "overlap_grad_reduce", "overlap_param_gather"),
-    *("align_grad_reduce", "align_param_gather", "ddp_bucket_size"),
-    *("ddp_pad_buckets_for_high_nccl_busbw", "ddp_average_in_collective"),
-    *("accumulate_allreduce_grads_in_fp32", "microbatch_group_size_per_vp_stage"),
-    *("overlap_p2p_comm", "cp_comm_type", "moe_aux_loss_coeff", "moe_router_dtype"),
-    *("moe_router_load_balancing_type", "moe_shared_expert_overlap"),
-    "moe_token_dispatcher_type",
-    *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "attention_dropout"),
-    *("hidden_dropout", "bias_swiglu_fusion", "masked_softmax_fusion"),
-    *("gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
-    *("create_attention_mask_in_dataloader", "calculate_per_token_loss"),
-    *("fp8_param_gather", "recompute_modules"),
-    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "overlap_comm"),
-    *("check_grad_overflow", "contiguous_gradients", "grad_accum_dtype", "reduce_scatter"),
-    *("round_robin_gradients", "use_multi_rank_bucket_allreduce", "zero_init"),
-    *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
-    *("stage3_model_persistence_threshold", "stage3_param_persistence_threshold"),
-    "stage3_prefetch_bucket_size",
-)
-# Options that are refused, the values that pass, and what `train` has instead.
-REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
-    **dict.fromkeys(
-        ("offload_optimizer", "offload_param"),
-        (("none",), "none: train keeps weights and optimizer states on the device"),
-    ),
-    **dict.fromkeys(
-        (
-            *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-            "pipeline_model_parallel_layout",
-        ),
-        ((), "left out: train divides layers evenly among stages, or with embedding and head"),
-    ),
-    "expert_tensor_parallel_size": (("1",), "1: train divides no experts by tp"),
-    "first_last_layers_bf16": ((FALSE,), "left out: train has one precision for all layers"),
-    "moe_expert_capacity_factor": ((), "left out: train sends each token to all its experts"),
-    "moe_pad_expert_input_to_capacity": ((FALSE,), "left out: train has no capacities"),
-}
-_FRAMEWORKS = {
-    "megatron": "Megatron-LM's job is trained by PyTorch: weights in fp32 under autocast, "
-    "sequence parallelism with tp, FSDP in place of the distributed optimizer",
-    "deepspeed": "DeepSpeed's job is trained by PyTorch: weights in fp32 under autocast, "
-    "FSDP in place of ZeRO, which keeps gathered weights for the backward pass but at stage 3",
-}
-_AXES = ("tp", "pp", "cp", "ep")
 _CHUNKS = "virtual_pipeline_model_parallel_size"
+_DTYPES = ("dtype", "param_dtype", "shard_dtype")
+_BACKENDS = {"flash": "flash", "unfused": "math", "local": "math"}  # else torch chooses
 _FIELDS = {each.option_name: each for each in declared(TrainCase) if each.option}
 
 
@@ -115,7 +29,7 @@ _FIELDS = {each.option_name: each for each in declared(TrainCase) if each.option
 class TrainingJob:
     """Options of `train` with those of a framework's file, and notes on the others.
 
-    origin: key and value of the file by the option of `train` that is from there.
+    origin: key and value of the file by the option of `train` that they decide.
     """
 
     options: TrainOptions
@@ -130,36 +44,32 @@ class TrainingJob:
             yield
         except ConfigError as error:
             word = dashed(error.field.lstrip("-"))
-            option = next(
-                (
-                    each.name
-                    for each in options_of_class(TrainOptions)
-                    if word == dashed(each.name) or f"--{word}" in each.words
-                ),
-                "",
+            names = (
+                option.name
+                for option in declared_options(TrainOptions)
+                if word == dashed(option.name) or f"--{word}" in option.words
             )
-            if option not in self.origin:
+            name = next(names, "")
+            if name not in self.origin:
                 raise
-            key, value = self.origin[option]
+            key, value = self.origin[name]
             raise ConfigError(f"{self.path}: {key}", value, error.allowed) from error.__cause__
 
 
 def with_file(options: TrainOptions, machine: Machine, fewest: int = 1) -> TrainingJob:
-    """Return the options, with those of the framework's file that they name.
+    """Return the options with those of the framework's file that they name, if they do.
 
-    fewest: ranks on a CPU where neither options nor the file give a number. Raises ConfigError.
+    fewest: ranks on a CPU where neither options nor the file need more. Raises ConfigError.
     """
     named = options.model_names if options.models or options.model else ()
-    # Only a file is looked into: the readers of files take 10 ms to import.
     paths = [name for name in named if Path(name).is_file()]
     if not paths and options.config is None:
         return TrainingJob(options=options)
-    from stepmark.framework_files import configuration  # noqa: PLC0415 - only with a file
+    from stepmark.framework_files import configuration  # noqa: PLC0415 - 10 ms
 
     files = [name for name in paths if configuration.is_framework_file(name)]
     models = tuple(name for name in named if name not in files)
-    if options.config is not None:
-        files.append(options.config)
+    files += [] if options.config is None else [options.config]
     if not files:
         return TrainingJob(options=options)
     if len(files) > 1:
@@ -169,7 +79,10 @@ def with_file(options: TrainOptions, machine: Machine, fewest: int = 1) -> Train
 
 
 class _Reading:
-    """The reading of a file beside typed options."""
+    """A file beside typed options, which win.
+
+    texts: the file's options, by the names of `workload generate`.
+    """
 
     def __init__(self, typed: TrainOptions, file: Translation, path: str) -> None:
         self.typed = typed
@@ -177,45 +90,51 @@ class _Reading:
         self.file = file
         self.path = path
         self.texts: Options = file.defaults | file.options
+        self.origin: dict[str, tuple[str, str]] = {}
+        for option, names in USED.items():
+            keys = [file.origin[name] for name in names if name in file.origin]
+            if keys and option not in self.given:
+                self.origin[option] = keys[0]
 
     def job(self, machine: Machine, fewest: int) -> TrainingJob:
         """Return the job on a machine. Raises ConfigError."""
-        origin = self._origin()
-        reading = TrainingJob(options=self.typed, path=self.path, origin=origin)
-        with reading.naming_keys():
+        job = TrainingJob(options=self.typed, path=self.path, origin=self.origin)
+        with job.naming_keys():
             self._check()
             options = self._merged(self.typed, self._layout())
             world_size = self._num_ranks(options, machine, fewest)
-            options = replace(options, nproc=str(world_size))
-            if not options.strategy:
-                options = replace(options, strategy=self._strategy(options, world_size))
-            layouts = [
-                train_plan.layout(options, strategy, world_size)
-                for strategy in options.strategy or ("",)
-            ]
-            options = self._merged(options, self._batches(options, [axes for _, axes in layouts]))
+            strategies = options.strategy or (self._strategy(options, world_size),)
+            options = replace(options, nproc=str(world_size), strategy=strategies)
+            if "fsdp" in strategies and "dp_replicate" in self.texts:
+                options = self._merged(options, {"dp_replicate": self.texts["dp_replicate"]})
+            layouts = [train_plan.layout(options, each, world_size) for each in strategies]
+            batches = self._batches(options, [parallel for _, parallel in layouts])
+            options = self._merged(options, batches)
             techniques = self._techniques(options)
-            cases = [self._outline(options, techniques, *each) for each in layouts]
+            cases = [_outline(options, techniques, *layout) for layout in layouts]
             idle = [name for name in techniques if not _is_effective(name, cases)]
             for name in idle:
                 del techniques[name]
             options = self._merged(options, techniques)
-        return replace(reading, options=options, notes=self._notes(idle))
-
-    def _origin(self) -> dict[str, tuple[str, str]]:
-        """Return the key and the value of the file by the option of `train` they decide."""
-        origin: dict[str, tuple[str, str]] = {}
-        for option, names in USED.items():
-            keys = [self.file.origin[name] for name in names if name in self.file.origin]
-            if keys and option not in self.given:
-                origin[option] = keys[0]
-        return origin
+        return replace(job, options=options, notes=self._notes(idle))
 
     def _merged(self, options: TrainOptions, texts: Mapping[str, object]) -> TrainOptions:
         """Return the options with the file's that are not typed. Raises ConfigError."""
         own = {name: text for name, text in texts.items() if name not in self.given}
         of_file = build(TrainOptions, own)
         return replace(options, **{name: getattr(of_file, name) for name in own})
+
+    def _refused(self, name: str, allowed: str) -> ConfigError:
+        """Return the error of an option of the file, by its key."""
+        key, value = self.file.origin.get(name, (dashed(name), self.texts[name]))
+        return ConfigError(f"{self.path}: {key}", value, allowed)
+
+    def _number(self, name: str) -> int | None:
+        """Return a number of the file; None where it has none. Raises ConfigError."""
+        text = self.texts.get(name)
+        if text is not None and not (text.isdecimal() and 1 <= int(text) <= 2**30):
+            raise self._refused(name, "a whole number from 1")
+        return None if text is None else int(text)
 
     def _check(self) -> None:
         """Raise ConfigError for what no step of `train` has, or what a flag must give."""
@@ -228,33 +147,28 @@ class _Reading:
             values, allowed = REFUSED.get(name, ((text,), ""))
             if text not in values:
                 raise self._refused(name, allowed)
-        if "pp" in self.file.fixed and self.typed.pp and not self.typed.mbs:
-            own = self.file.fixed["pp"]
-            if str(self.typed.pp) != own:
-                allowed = f"{own}, by which {self.path} divides its batch, or with --mbs"
-                raise ConfigError("pp", self.typed.pp, allowed)
-
-    def _refused(self, name: str, allowed: str) -> ConfigError:
-        """Return the error of an option of the file, which names its key."""
-        key, value = self.file.origin.get(name, (dashed(name), self.texts[name]))
-        return ConfigError(f"{self.path}: {key}", value, allowed)
+        degree = self.typed.pp
+        own = self.file.fixed.get("pp")
+        if own and degree and str(degree) != own and not self.typed.mbs:
+            allowed = f"{own}, by which {self.path} divides its batch, or given with --mbs"
+            raise ConfigError("pp", degree, allowed)
 
     def _layout(self) -> Options:
-        """Return model, length and axes."""
+        """Return model, length and axes. Raises ConfigError."""
         texts = self.texts
-        layout = {name: texts[name] for name in ("seq_len", *_AXES) if name in texts}
-        if not self.is_ddp and "dp_replicate" in texts:
-            layout["dp_replicate"] = texts["dp_replicate"]
+        names = ("seq_len", "tp", "pp", "cp", "ep")
+        layout = {name: texts[name] for name in names if name in texts}
         if self.typed.models:
             return layout
-        if "num_layers" not in texts and "model" not in texts:
+        if not {"num_layers", "model"} & texts.keys():
             raise ConfigError("model", None, f"a name beside {self.path}, which names none")
-        own = self.path if "num_layers" in texts else texts["model"]
-        return layout | {"model": own}
+        return layout | {"model": self.path if "num_layers" in texts else texts["model"]}
 
-    @property
-    def is_ddp(self) -> bool:
-        """Return whether data ranks have whole weights."""
+    def _is_ddp(self, num_shards: int) -> bool:
+        """Return whether data ranks have whole weights.
+
+        num_shards: ranks that neither tp, pp nor --dp-replicate names.
+        """
         texts = self.texts
         if self.file.framework == "megatron":
             return texts.get("use_distributed_optimizer") != TRUE
@@ -262,59 +176,67 @@ class _Reading:
             return texts.get("stage") == "0"
         if kind := texts.get("data_parallel"):
             return kind == "ddp"
-        # torchtitan shards over dp_shard x cp, and replicates where that is 1.
-        is_whole = texts.get("dp_shard") == "1" and texts.get("cp", "1") == "1"
-        return is_whole and texts.get("dp_replicate", "1") != "1"
+        return num_shards == 1
 
     def _num_ranks(self, options: TrainOptions, machine: Machine, fewest: int) -> int:
         """Return --nproc, or the file's number, or the default one. Raises ConfigError."""
         nproc = options.nproc or self.texts.get("world_size")
-        shards = self.texts.get("dp_shard", "")
-        if not nproc and shards.isdecimal():
-            sizes = [getattr(options, axis) or 1 for axis in ("tp", "pp", "cp")]
-            copies = self._number("dp_replicate") or 1
-            nproc = str(math.prod(sizes) * copies * int(shards))
+        if not nproc and (shards := self._number("dp_shard")):
+            inner = [getattr(options, axis) or 1 for axis in ("tp", "pp", "cp")]
+            nproc = str(math.prod(inner) * self._copies * shards)
         default = train_plan.default_nproc(options, machine.device)
-        is_one = default == "1" and machine.device == "cpu" and not options.strategy
-        return machine.num_ranks(nproc, str(fewest) if is_one else default)
+        if default.isdecimal() and not options.strategy:
+            default = str(max(fewest, int(default) * self._copies))
+        return machine.num_ranks(nproc, default)
 
-    def _strategy(self, options: TrainOptions, world_size: int) -> tuple[str, ...]:
-        """Return how data ranks share the weights, or the axis of the only one."""
+    @property
+    def _copies(self) -> int:
+        """Copies of the weights, as far as they are given."""
+        return self.typed.dp_replicate or self._number("dp_replicate") or 1
+
+    def _strategy(self, options: TrainOptions, world_size: int) -> str:
+        """Return how data ranks share the weights, or the axis of the only data rank."""
         tp, pp, ep = (getattr(options, axis) or 1 for axis in ("tp", "pp", "ep"))
         if world_size <= tp * pp:
-            return ("pp" if pp > 1 else "tp" if tp > 1 else "single",)
-        # DDP goes with none of these axes. Of PyTorch's own files that is refused.
+            return "pp" if pp > 1 else "tp" if tp > 1 else "single"
+        # DDP goes with none of these axes. In PyTorch's own files that is refused.
         is_divided = max(tp, pp, ep) > 1 and self.file.framework != "pytorch"
-        return ("ddp",) if self.is_ddp and not is_divided else ("fsdp",)
+        is_ddp = self._is_ddp(world_size // (tp * pp * self._copies))
+        return "ddp" if is_ddp and not is_divided else "fsdp"
 
     def _batches(self, options: TrainOptions, layouts: Sequence[ParallelConfig]) -> Options:
         """Return the batch of a pass, and the passes of a step. Raises ConfigError."""
-        ranks = {axes.data_ranks for axes in layouts}
+        ranks = {parallel.data_ranks for parallel in layouts}
         num_ranks = min(ranks)
         gbs = self._number("gbs")
         passes = self._number("grad_accum")
-        batches = {}
-        if "mbs" not in self.given:
-            batches = self._pass(layouts[0].pp, num_ranks, gbs, passes)
+        has_mbs = "mbs" in self.given
+        batches = {} if has_mbs else self._pass(layouts[0].pp, num_ranks, gbs, passes)
         if "grad_accum" in self.given or not (gbs or passes):
             return batches
-        sizes = options.mbs or (int(batches.get("mbs", "1")),)
-        if gbs and (len(sizes) > 1 or len(ranks) > 1 or options.find_batch):
-            name, values = "mbs", ",".join(map(str, sizes))
-            if options.find_batch:
-                name, values = "find-batch", "given"
-            elif len(ranks) > 1:
-                name, values = "strategy", ",".join(options.strategy or ())
-            allowed = f"one, by which {self.path} divides {gbs} sequences; or with --grad-accum"
-            raise ConfigError(name, values, allowed)
-        at_once = sizes[0] * num_ranks
-        is_other = passes and gbs and "mbs" not in self.given and gbs != passes * at_once
-        if gbs and (gbs % at_once or is_other):
-            allowed = f"a multiple of micro-batch x data ranks ({sizes[0]} x {num_ranks})"
-            if is_other:
-                allowed = f"{sizes[0]} x {passes} micro-batches x {num_ranks} data ranks"
+        if gbs is None:
+            return batches | {"grad_accum": str(passes)}
+        mbs = options.mbs or (int(batches["mbs"]),)
+        self._check_divisible(options, gbs, several=len(mbs) > 1 or len(ranks) > 1)
+        count, rest = divmod(gbs, mbs[0] * num_ranks)
+        if rest or not count or (passes and not has_mbs and passes != count):
+            factors = f"{mbs[0]} x {num_ranks}" + (f" x {passes}" if passes else "")
+            allowed = f"a multiple of micro-batch x data ranks ({factors})"
             raise self._refused("gbs", f"{allowed}; or give --mbs or --grad-accum")
-        return batches | {"grad_accum": str(gbs // at_once if gbs else passes)}
+        return batches | {"grad_accum": str(count)}
+
+    def _check_divisible(self, options: TrainOptions, gbs: int, *, several: bool) -> None:
+        """Raise ConfigError for several steps, of which none has the batch of the file."""
+        if not several and not options.find_batch:
+            return
+        fields = {
+            "find-batch": options.find_batch and "given",
+            "mbs": ",".join(map(str, options.mbs or ())),
+            "strategy": ",".join(options.strategy or ()),
+        }
+        name, value = next((name, value) for name, value in fields.items() if value)
+        allowed = f"only with --grad-accum, as {self.path} has {gbs} sequences for one step"
+        raise ConfigError(name, value, allowed)
 
     def _pass(self, pp: int, num_ranks: int, gbs: int | None, passes: int | None) -> Options:
         """Return the batch of a pass, which a pipeline divides into micro-batches."""
@@ -327,40 +249,39 @@ class _Reading:
         count = self._number("pp_microbatches") or max(1, (gbs or 1) // (micro * num_ranks))
         return {"mbs": str(micro * count), "pp_microbatches": str(count)}
 
-    def _number(self, name: str) -> int | None:
-        """Return a number of the file; None where it has none. Raises ConfigError."""
-        text = self.texts.get(name)
-        if text is None:
-            return None
-        if not text.isdecimal() or not 1 <= int(text) <= 2**30:
-            raise self._refused(name, "a whole number from 1")
-        return int(text)
-
     def _techniques(self, options: TrainOptions) -> dict[str, object]:
         """Return the options of a step's techniques. Raises ConfigError."""
-        techniques: dict[str, object] = {}
+        techniques = self._compiled() | self._sharding()
         if "ac" not in self.given and "sac_freq" not in self.given:
             techniques["ac"] = self._checkpointing()
         if "pp_schedule" not in self.given:
             techniques["pp_schedule"] = self._schedule()
         if "precision" not in self.given and not options.fp8:
             techniques |= self._precision(options)
-        return techniques | self._compiled() | self._sharding() | _attention(self.texts)
+        if backend := self.texts.get("attention_backend"):
+            techniques["attention"] = _BACKENDS.get(backend, "auto")
+        switches = {TRUE: "1", FALSE: "0"}
+        clip = self.texts.get("clip", self.texts.get("gradient_clipping"))
+        if clip is not None:
+            techniques["clip"] = switches.get(clip, clip)
+        return techniques
 
     def _checkpointing(self) -> str:
         texts = self.texts
-        if self.file.framework == "pytorch":
-            recompute = texts.get("recompute", "none")
-            return f"1/{texts.get('recompute_every', '1')}" if recompute == "blocks" else recompute
-        granularity = texts.get("recompute_granularity", "none")
-        if granularity == "selective":
-            allowed = "full or none: train --ac selective keeps attention, which this recomputes"
+        recompute = texts.get("recompute", texts.get("recompute_granularity", "none"))
+        if recompute == "blocks":
+            return f"1/{texts.get('recompute_every', '1')}"
+        if self.file.framework != "megatron" or recompute == "none":
+            return recompute
+        if recompute == "selective":
+            allowed = (
+                "full or none: --ac selective keeps attention, which Megatron-LM's does not"
+            )
             raise self._refused("recompute_granularity", f"{allowed}; or give --ac")
-        if granularity == "full":
-            for name, value in (("recompute_method", "uniform"), ("recompute_num_layers", "1")):
-                if texts.get(name, value) != value:
-                    raise self._refused(name, f"{value}, as train recomputes; or give --ac")
-        return granularity
+        for name, value in (("recompute_method", "uniform"), ("recompute_num_layers", "1")):
+            if texts.get(name, value) != value:
+                raise self._refused(name, f"{value}, as train recomputes; or give --ac")
+        return recompute
 
     def _schedule(self) -> str:
         texts = self.texts
@@ -373,115 +294,105 @@ class _Reading:
             raise self._refused("pp_stages", "2, the stages of a rank that train has")
         return schedule
 
-    def _precision(self, options: TrainOptions) -> Options:
+    def _precision(self, options: TrainOptions) -> dict[str, object]:
         """Return the precision of weights and products. Raises ConfigError."""
         texts = self.texts
-        dtypes = [texts.get(name, "") for name in ("dtype", "param_dtype", "shard_dtype")]
-        if "fp16" in dtypes:
-            name = ("dtype", "param_dtype", "shard_dtype")[dtypes.index("fp16")]
-            raise self._refused(name, "bf16 or fp32, which train has; or give --precision")
+        dtypes = {name: texts.get(name, "") for name in _DTYPES}
+        for name, dtype in dtypes.items():
+            if dtype == "fp16":
+                raise self._refused(name, "bf16 or fp32, which train has; or give --precision")
         if texts.get("fp4_format", "none") != "none":
             return {"precision": "nvfp4"}
         if texts.get("fp8_format", "none") != "none":
-            recipe = texts.get("fp8_recipe", "delayed")
-            if recipe == "blockwise":
-                allowed = "delayed, tensorwise or mxfp8, which train has; or give --precision"
-                raise self._refused("fp8_recipe", allowed)
-            if recipe == "mxfp8":
-                return {"precision": "mxfp8"}
-            return {"precision": "fp8", "fp8_recipe": "te" if recipe == "delayed" else recipe}
-        if (narrow := texts.get("precision", "bf16")) != "bf16":
+            return self._fp8()
+        narrow = texts.get("precision", "bf16")
+        if narrow == "fp8":
             gathers = texts.get("fp8_all_gather") == TRUE and options.strategy == ("fsdp",)
-            return {"precision": narrow} | (
-                {"fp8_all_gather": str(gathers)} if narrow == "fp8" else {}
-            )
-        if "fp32" in dtypes[:2]:
+            return {"precision": narrow, "fp8_all_gather": gathers}
+        if narrow != "bf16":
+            return {"precision": narrow}
+        if "fp32" in (dtypes["dtype"], dtypes["param_dtype"]):
             return {"precision": "fp32"}
-        return {"precision": "bf16" if dtypes[2] == "bf16" else "amp"}
+        return {"precision": "bf16" if dtypes["shard_dtype"] == "bf16" else "amp"}
+
+    def _fp8(self) -> dict[str, object]:
+        """Return the precision of Megatron-LM's recipe. Raises ConfigError."""
+        match self.texts.get("fp8_recipe", "delayed"):
+            case "mxfp8":
+                return {"precision": "mxfp8"}
+            case "delayed":
+                return {"precision": "fp8", "fp8_recipe": "te"}
+            case "tensorwise":
+                return {"precision": "fp8"}
+        allowed = "delayed, tensorwise or mxfp8, which train has; or give --precision"
+        raise self._refused("fp8_recipe", allowed)
 
     def _compiled(self) -> dict[str, object]:
         scope = self.texts.get("compile", "none")
-        if scope == "none" and self.texts.get("async_tp") == TRUE:
-            scope = "block"  # as torch finds products to send in compiled blocks alone
-        if self.given.get("compile") is False or scope == "none":
-            return {"compile": False}
-        return {"compile": True, "compile_scope": scope}
+        is_async = self.texts.get("async_tp") == TRUE
+        if scope == "none" and is_async:
+            scope = "block"  # torch finds products to send in compiled blocks alone
+        compiled: dict[str, object] = {"async_tp": True} if is_async else {}
+        if self.typed.compile is False or scope == "none":
+            return {**compiled, "compile": False}
+        return {**compiled, "compile": True, "compile_scope": scope}
 
     def _sharding(self) -> dict[str, object]:
-        """Return the options of how ranks share weights, gradients and layers."""
+        """Return how ranks share weights, gradients and layers. Raises ConfigError."""
         texts = self.texts
-        sharding: dict[str, object] = {}
-        if self.file.framework == "pytorch":
-            reshard = texts.get("reshard_after_forward")
-        else:
-            reshard = "yes" if texts.get("stage") == "3" else "no"
-        if reshard is not None:
-            sharding["reshard"] = reshard
-        dtype = texts.get("communication_data_type") or texts.get("reduce_dtype")
-        if self.file.framework == "deepspeed":
-            dtype = dtype or texts.get("dtype", "bf16")
-        if texts.get("grad_reduce_in_bf16") == TRUE:
-            dtype = "bf16"
-        if dtype is not None:
-            sharding["reduce_dtype"] = dtype
-        if self.file.framework == "megatron":
-            sharding["pp_split"] = self._stage_split()
-        if texts.get("async_tp") == TRUE:
-            sharding["async_tp"] = True
-        clip = texts.get("gradient_clipping") or {TRUE: "1", FALSE: "0"}.get(
-            texts.get("clip", "")
-        )
-        if clip is not None:
-            sharding["clip"] = clip
-        return sharding
+        reduced = texts.get("reduce_dtype")
+        match self.file.framework:
+            case "megatron":
+                reshard: str | None = "no"
+                reduced = "bf16" if texts.get("grad_reduce_in_bf16") == TRUE else "fp32"
+            case "deepspeed":
+                reshard = "yes" if texts.get("stage") == "3" else "no"
+                reduced = texts.get("communication_data_type") or texts.get("dtype")
+            case _:
+                reshard = texts.get("reshard_after_forward")
+        options = {"reshard": reshard, "reduce_dtype": reduced, "pp_split": self._stage_split()}
+        return {name: value for name, value in options.items() if value is not None}
 
-    def _stage_split(self) -> str:
+    def _stage_split(self) -> str | None:
+        if self.file.framework != "megatron":
+            return None
         counts = [self.texts.get(name) == TRUE for name in USED["pp_split"]]
-        if all(counts):
-            return "torchtitan"
-        if any(counts):
+        if any(counts) and not all(counts):
             name = USED["pp_split"][counts.index(True)]
-            raise self._refused(name, "with that of the other end of the model, or left out")
-        return "even"
-
-    def _outline(
-        self,
-        options: TrainOptions,
-        techniques: Mapping[str, object],
-        strategy: str,
-        parallel: ParallelConfig,
-    ) -> TrainCase:
-        """Return a case of the layout, which tells the techniques that have an effect in it."""
-        (model, *_) = read_models(options.model_names[0], options.scale, parallel.tp)
-        return TrainCase(
-            model=model.with_layers(options.num_layers or model.num_layers),
-            parallel=parallel,
-            data_parallel=train_plan.data_parallel(strategy),
-            pp_schedule=str(techniques.get("pp_schedule") or vars(options)["pp_schedule"]),
-        )
+            raise self._refused(name, "given for embedding and loss, or for neither")
+        return "torchtitan" if all(counts) else "even"
 
     def _notes(self, idle: Sequence[str]) -> tuple[str, ...]:
         """Return notes on the file's keys. idle: options without effect in this layout."""
         notes = [*self.file.notes]
-        if framework := _FRAMEWORKS.get(self.file.framework):
+        if framework := FRAMEWORKS.get(self.file.framework):
             notes.append(framework)
         if self.texts.get("fuse_qkv") == FALSE:
             notes.append("q, k and v are one product, where torchtitan has three")
-        own_way = [name for name in OWN_WAY if name in self.file.origin]
-        words = [" ".join(self.file.origin[name]) for name in own_way]
-        if words:
-            notes.append(f"not used, as PyTorch has ways of its own: {', '.join(words)}")
-        if lost := [" ".join(self._origin()[name]) for name in idle if name in self._origin()]:
-            notes.append(f"no effect on a step of this layout: {', '.join(lost)}")
+        own_way = [" ".join(self.file.origin[n]) for n in OWN_WAY if n in self.file.origin]
+        if own_way:
+            notes.append(f"not used, as PyTorch has ways of its own: {', '.join(own_way)}")
+        without = [" ".join(self.origin[name]) for name in idle if name in self.origin]
+        if without:
+            notes.append(f"no effect on a step of this layout: {', '.join(without)}")
         return tuple(notes)
 
 
-def _attention(texts: Options) -> dict[str, object]:
-    """Return the kernels of attention, of which TransformerEngine's are torch's choice."""
-    backend = texts.get("attention_backend")
-    if backend is None:
-        return {}
-    return {"attention": {"flash": "flash", "unfused": "math", "local": "math"}.get(backend, "auto")}
+def _outline(
+    options: TrainOptions,
+    techniques: Mapping[str, object],
+    strategy: str,
+    parallel: ParallelConfig,
+) -> TrainCase:
+    """Return a case of a layout, which tells the techniques that have an effect in it."""
+    (model, *_) = read_models(options.model_names[0], options.scale, parallel.tp)
+    schedule = techniques.get("pp_schedule") or vars(options)["pp_schedule"]
+    return TrainCase(
+        model=model.with_layers(options.num_layers or model.num_layers),
+        parallel=parallel,
+        data_parallel=train_plan.data_parallel(strategy),
+        pp_schedule=str(schedule),
+    )
 
 
 def _is_effective(name: str, cases: Sequence[TrainCase]) -> bool:
