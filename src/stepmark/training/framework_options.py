@@ -61,7 +61,8 @@ def with_file(options: TrainOptions, machine: Machine, fewest: int = 1) -> Train
 
     fewest: ranks on a CPU where neither options nor the file need more. Raises ConfigError.
     """
-    named = options.model_names if options.models or options.model else ()
+    words = ",".join((*options.models, options.model or "")).split(",")
+    named = [word.strip() for word in words if word.strip()]
     paths = [name for name in named if Path(name).is_file()]
     if not paths and options.config is None:
         return TrainingJob(options=options)
