@@ -252,7 +252,7 @@ class _Reading:
 
     def _techniques(self, options: TrainOptions) -> dict[str, object]:
         """Return the options of a step's techniques. Raises ConfigError."""
-        techniques = self._compiled() | self._sharding()
+        techniques = self._compiled() | self._sharding(options)
         if "ac" not in self.given and "sac_freq" not in self.given:
             techniques["ac"] = self._checkpointing()
         if "pp_schedule" not in self.given:
@@ -338,10 +338,12 @@ class _Reading:
             return {**compiled, "compile": False}
         return {**compiled, "compile": True, "compile_scope": scope}
 
-    def _sharding(self) -> dict[str, object]:
+    def _sharding(self, options: TrainOptions) -> dict[str, object]:
         """Return how ranks share weights, gradients and layers. Raises ConfigError."""
         texts = self.texts
-        reduced = texts.get("reduce_dtype")
+        # torchtitan reduces in fp32 over shards of bf16, too.
+        is_sharded = "fsdp" in (options.strategy or ())
+        reduced = texts.get("reduce_dtype", "fp32" if is_sharded else None)
         match self.file.framework:
             case "megatron":
                 reshard: str | None = "no"
@@ -351,8 +353,8 @@ class _Reading:
                 reduced = texts.get("communication_data_type") or texts.get("dtype")
             case _:
                 reshard = texts.get("reshard_after_forward")
-        options = {"reshard": reshard, "reduce_dtype": reduced, "pp_split": self._stage_split()}
-        return {name: value for name, value in options.items() if value is not None}
+        sharing = {"reshard": reshard, "reduce_dtype": reduced, "pp_split": self._stage_split()}
+        return {name: value for name, value in sharing.items() if value is not None}
 
     def _stage_split(self) -> str | None:
         if self.file.framework != "megatron":
