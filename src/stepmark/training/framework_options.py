@@ -96,6 +96,8 @@ class _Reading:
             keys = [file.origin[name] for name in names if name in file.origin]
             if keys and option not in self.given:
                 self.origin[option] = keys[0]
+        if "precision" in self.origin:  # which is --fp8 over another precision
+            self.origin["fp8"] = self.origin["precision"]
 
     def job(self, machine: Machine, fewest: int) -> TrainingJob:
         """Return the job on a machine. Raises ConfigError."""
@@ -306,15 +308,18 @@ class _Reading:
             return {"precision": "nvfp4"}
         if texts.get("fp8_format", "none") != "none":
             return self._fp8()
-        narrow = texts.get("precision", "bf16")
-        if narrow == "fp8":
-            gathers = texts.get("fp8_all_gather") == TRUE and options.strategy == ("fsdp",)
-            return {"precision": narrow, "fp8_all_gather": gathers}
-        if narrow != "bf16":
-            return {"precision": narrow}
+        weights = "bf16" if dtypes["shard_dtype"] == "bf16" else "amp"
         if "fp32" in (dtypes["dtype"], dtypes["param_dtype"]):
-            return {"precision": "fp32"}
-        return {"precision": "bf16" if dtypes["shard_dtype"] == "bf16" else "amp"}
+            weights = "fp32"
+        narrow = texts.get("precision", "bf16")
+        if narrow == "bf16":
+            return {"precision": weights}
+        if narrow == "fp8" and weights != "fp32":
+            gathers = texts.get("fp8_all_gather") == TRUE and options.strategy == ("fsdp",)
+            return {"precision": weights, "fp8": True, "fp8_all_gather": gathers}
+        if weights != "amp":
+            raise self._refused("precision", f"left out over {weights}; or give --precision")
+        return {"precision": narrow}
 
     def _fp8(self) -> dict[str, object]:
         """Return the precision of Megatron-LM's recipe. Raises ConfigError."""
