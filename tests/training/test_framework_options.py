@@ -206,6 +206,7 @@ def test_flags_win_over_the_file(words: str, shape: tuple[str, int, int, int]) -
         ("megatron.sh --tp 4", "vocab_size", 1024),
         ("zero.json gpt2-125m --nproc 2", "reshard", "yes"),
         ("zero.json gpt2-125m --nproc 2", "reduce_dtype", "bf16"),
+        ("zero.json gpt2-125m --nproc 2 --precision fp32", "reduce_dtype", "fp32"),
         ("zero.json gpt2-125m --nproc 2", "clip", 0.0),
         ("fsdp.yaml gpt2-125m", "reduce_dtype", "bf16"),
     ],
@@ -270,7 +271,11 @@ def test_the_command_of_a_case_plans_the_same_case(words: str) -> None:
         ("megatron.sh --tp 3", "world-size 4 is invalid: it must be a multiple of --tp (3)"),
         ("megatron.sh --mbs 3", "megatron.sh: global-batch-size 8 is invalid"),
         ("megatron.sh --mbs 1,2", "only with --grad-accum"),
-        ("megatron.sh --find-batch", "only with --grad-accum"),
+        (
+            "megatron.sh --find-batch",
+            "--find-batch is invalid: it works only with --grad-accum",
+        ),
+        ("megatron.sh --strategy ddp,tp", "--strategy ddp,tp is invalid: it must be one"),
         ("megatron.sh --strategy single", "megatron.sh: world-size 4 is invalid"),
         ("megatron.sh --async-tp", "--async-tp is invalid: it works only with --compile"),
         ("vpp.sh", "vpp.sh: num-virtual-stages-per-pipeline-rank 3 is invalid"),
@@ -293,6 +298,12 @@ def test_refused_by_name(words: str, message: str, capsys: pytest.CaptureFixture
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_find_batch_is_instead_of_the_files_batch() -> None:
+    cases, _ = plan("megatron.sh --find-batch --grad-accum 2")
+    assert [case.mbs for case in cases][:3] == [1, 2, 3]
+    assert {case.grad_accum for case in cases} == {2}
 
 
 @pytest.mark.parametrize("flags", ["--ac none", "--ac selective"])

@@ -106,16 +106,15 @@ class _Reading:
             self._check()
             options = self._merged(self.typed, self._layout())
             world_size = self._num_ranks(options, machine, fewest)
-            strategies = options.strategy or (self._strategy(options, world_size),)
-            options = replace(options, nproc=str(world_size), strategy=strategies)
-            if "fsdp" in strategies and "dp_replicate" in self.texts:
+            strategy = (options.strategy or (self._strategy(options, world_size),))[0]
+            options = replace(options, nproc=str(world_size), strategy=(strategy,))
+            if strategy == "fsdp" and "dp_replicate" in self.texts:
                 options = self._merged(options, {"dp_replicate": self.texts["dp_replicate"]})
-            layouts = [train_plan.layout(options, each, world_size) for each in strategies]
-            batches = self._batches(options, [parallel for _, parallel in layouts])
-            options = self._merged(options, batches)
+            layout = train_plan.layout(options, strategy, world_size)
+            options = self._merged(options, self._batches(options, layout[1]))
             techniques = self._techniques(options)
-            cases = [_outline(options, techniques, *layout) for layout in layouts]
-            idle = [name for name in techniques if not _is_effective(name, cases)]
+            case = _outline(options, techniques, *layout)
+            idle = [name for name in techniques if not _is_effective(name, case)]
             for name in idle:
                 del techniques[name]
             options = self._merged(options, techniques)
@@ -150,6 +149,10 @@ class _Reading:
             values, allowed = REFUSED.get(name, ((text,), ""))
             if text not in values:
                 raise self._refused(name, allowed)
+        strategies = self.typed.strategy or ()
+        if len(strategies) > 1:
+            allowed = f"one with {self.path}, whose options are of one layout"
+            raise ConfigError("strategy", ",".join(strategies), allowed)
         degree = self.typed.pp
         own = self.file.fixed.get("pp")
         if own and degree and str(degree) != own and not self.typed.mbs:
@@ -207,39 +210,29 @@ class _Reading:
         is_ddp = self._is_ddp(world_size // (tp * pp * self._copies))
         return "ddp" if is_ddp and not is_divided else "fsdp"
 
-    def _batches(self, options: TrainOptions, layouts: Sequence[ParallelConfig]) -> Options:
+    def _batches(self, options: TrainOptions, parallel: ParallelConfig) -> Options:
         """Return the batch of a pass, and the passes of a step. Raises ConfigError."""
-        ranks = {parallel.data_ranks for parallel in layouts}
-        num_ranks = min(ranks)
+        num_ranks = parallel.data_ranks
         gbs = self._number("gbs")
         passes = self._number("grad_accum")
-        has_mbs = "mbs" in self.given
-        batches = {} if has_mbs else self._pass(layouts[0].pp, num_ranks, gbs, passes)
+        has_mbs = "mbs" in self.given or options.find_batch
+        batches = {} if has_mbs else self._pass(parallel.pp, num_ranks, gbs, passes)
         if "grad_accum" in self.given or not (gbs or passes):
             return batches
         if gbs is None:
             return batches | {"grad_accum": str(passes)}
-        mbs = options.mbs or (int(batches["mbs"]),)
-        self._check_divisible(options, gbs, several=len(mbs) > 1 or len(ranks) > 1)
+        mbs = options.mbs or (int(batches.get("mbs", "1")),)
+        if options.find_batch or len(mbs) > 1:
+            field = "find-batch" if options.find_batch else "mbs"
+            value = "given" if options.find_batch else ",".join(map(str, mbs))
+            allowed = f"only with --grad-accum, as {self.path} has {gbs} sequences in a step"
+            raise ConfigError(field, value, allowed)
         count, rest = divmod(gbs, mbs[0] * num_ranks)
         if rest or not count or (passes and not has_mbs and passes != count):
             factors = f"{mbs[0]} x {num_ranks}" + (f" x {passes}" if passes else "")
             allowed = f"a multiple of micro-batch x data ranks ({factors})"
             raise self._refused("gbs", f"{allowed}; or give --mbs or --grad-accum")
         return batches | {"grad_accum": str(count)}
-
-    def _check_divisible(self, options: TrainOptions, gbs: int, *, several: bool) -> None:
-        """Raise ConfigError for several steps, of which none has the batch of the file."""
-        if not several and not options.find_batch:
-            return
-        fields = {
-            "find-batch": options.find_batch and "given",
-            "mbs": ",".join(map(str, options.mbs or ())),
-            "strategy": ",".join(options.strategy or ()),
-        }
-        name, value = next((name, value) for name, value in fields.items() if value)
-        allowed = f"only with --grad-accum, as {self.path} has {gbs} sequences for one step"
-        raise ConfigError(name, value, allowed)
 
     def _pass(self, pp: int, num_ranks: int, gbs: int | None, passes: int | None) -> Options:
         """Return the batch of a pass, which a pipeline divides into micro-batches."""
@@ -347,7 +340,7 @@ class _Reading:
         """Return how ranks share weights, gradients and layers. Raises ConfigError."""
         texts = self.texts
         # torchtitan reduces in fp32 over shards of bf16, too.
-        is_sharded = "fsdp" in (options.strategy or ())
+        is_sharded = options.strategy == ("fsdp",)
         reduced = texts.get("reduce_dtype", "fp32" if is_sharded else None)
         match self.file.framework:
             case "megatron":
@@ -355,7 +348,8 @@ class _Reading:
                 reduced = "bf16" if texts.get("grad_reduce_in_bf16") == TRUE else "fp32"
             case "deepspeed":
                 reshard = "yes" if texts.get("stage") == "3" else "no"
-                reduced = texts.get("communication_data_type") or texts.get("dtype")
+                is_fp32 = self.given.get("precision", texts.get("dtype")) == "fp32"
+                reduced = texts.get("communication_data_type", "fp32" if is_fp32 else "bf16")
             case _:
                 reshard = texts.get("reshard_after_forward")
         sharing = {"reshard": reshard, "reduce_dtype": reduced, "pp_split": self._stage_split()}
@@ -403,9 +397,7 @@ def _outline(
     )
 
 
-def _is_effective(name: str, cases: Sequence[TrainCase]) -> bool:
-    """Return whether an option has an effect in some of the cases."""
+def _is_effective(name: str, case: TrainCase) -> bool:
     if name == "reduce_dtype":
-        return any(case.parallel.gradient_ranks > 1 for case in cases)
-    declaration = _FIELDS.get(name)
-    return declaration is None or any(map(declaration.is_effective, cases))
+        return case.parallel.gradient_ranks > 1
+    return name not in _FIELDS or _FIELDS[name].is_effective(case)
