@@ -57,6 +57,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("zero.json").write_text(json.dumps(ZERO))
     Path("fsdp.yaml").write_text(ACCELERATE)
     text = Path(DEBUG).read_text()
+    Path("unknown.toml").write_text(text.replace('"debugmodel"', '"9B"'))
     Path("unclipped.toml").write_text(text.replace("max_norm = 1.0", "max_norm = 0"))
 
 
@@ -281,6 +282,8 @@ def test_the_command_of_a_case_plans_the_same_case(words: str) -> None:
         ("vpp.sh", "vpp.sh: num-virtual-stages-per-pipeline-rank 3 is invalid"),
         ("selective.sh", "recompute-granularity selective is invalid: it must be full or none"),
         ("fp16.sh", "fp16.sh: dtype fp16 is invalid: it must be bf16 or fp32"),
+        ("unknown.toml", 'unknown.toml: model.flavor "torchtitan\'s llama3 9B" is invalid'),
+        ("unknown.toml --model gpt2-126m", "--model gpt2-126m is invalid"),
         ("tokenizer.sh", "tokenizer.sh: vocab-size is missing"),
         ("offload.json gpt2-125m", "offload_optimizer.device cpu is invalid: it must be none"),
         ("auto.json gpt2-125m", "left to a trainer: give --precision"),

@@ -96,6 +96,8 @@ class _Reading:
             keys = [file.origin[name] for name in names if name in file.origin]
             if keys and option not in self.given:
                 self.origin[option] = keys[0]
+        if typed.models or "model" not in file.options:
+            self.origin.pop("model", None)
         if "precision" in self.origin:  # which is --fp8 over another precision
             self.origin["fp8"] = self.origin["precision"]
 

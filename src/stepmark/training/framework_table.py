@@ -11,7 +11,7 @@ from stepmark.framework_files.table import FALSE
 
 # Options of `train`, and the options of `workload generate` that decide each.
 USED: Mapping[str, tuple[str, ...]] = {
-    "models": ("model", "model_name", "make_vocab_size_divisible_by", *NAMES),
+    "model": ("model", "model_name", "make_vocab_size_divisible_by", *NAMES),
     "seq_len": ("seq_len",),
     "nproc": ("world_size", "dp_shard"),
     "strategy": ("data_parallel", "stage", "use_distributed_optimizer"),
