@@ -1,7 +1,7 @@
-"""Published configurations of five kinds that `--config` accepts.
+"""Published configurations of five kinds that `--config` accepts, and `train` trains.
 
     python validation/framework_files.py draw CLONES    # 20 of each kind, by a seed
-    python validation/framework_files.py                # which are accepted
+    python validation/framework_files.py                # which are accepted, which trained
     python validation/framework_files.py written 200    # layouts, written and read again
 
 CLONES has a git repository per owner+name (bare, with its history for torchtitan). The files
@@ -9,10 +9,13 @@ are kept as their keys and values, with their source, in validation/data/framewo
 A file is accepted if it generates a workload, with --model where it names none, --vocab-size
 where it leaves that to a tokenizer, --dtype where it leaves that to a trainer, and a number of
 ranks that its batch divides by. `written` draws layouts as the test of round trips does
-(tests/framework_files/test_round_trips.py), until there are so many steps for each framework.
+(tests/framework_files/test_round_trips.py), until there are so many steps for each framework. It
+is trained if `train` plans its step for H200, with --precision for --dtype, and beside Llama
+3.1 8B where a model or its vocabulary is left open.
 """
 
 import json
+import math
 import os
 import random
 import re
@@ -23,13 +26,17 @@ import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stepmark.framework_files import configuration, shell
+from stepmark.framework_files.table import Translation
 from stepmark.framework_files.yaml_text import read_yaml
 from stepmark.ground.errors import ConfigError
+from stepmark.measuring.machine import machine
+from stepmark.training import train
+from stepmark.training.train_options import TrainOptions
 from stepmark.workloads import workload_flags
 from stepmark.workloads.formats import FORMATS
 from stepmark.workloads.workload import generate
@@ -171,12 +178,18 @@ def rows() -> list[dict[str, str]]:
     return [json.loads(line) for line in DATA.read_text().splitlines()]
 
 
-def refusal(row: dict[str, str], folder: Path) -> ConfigError | None:
-    """Return why a file is refused; None: it is accepted."""
+def _write(row: dict[str, str], folder: Path) -> Path:
+    """Write a file, and the DeepSpeed file that it names."""
     path = folder / ("file.sh" if row["path"].endswith(".sh") else "file.json")
     path.write_text(row["text"])
     if named := re.search(r'deepspeed_config_file": "([^"]+)"', row["text"]):
         (folder / Path(named[1]).name).write_text(row["companion"])
+    return path
+
+
+def refusal(row: dict[str, str], folder: Path) -> ConfigError | None:
+    """Return why a file is refused; None: it is accepted."""
+    path = _write(row, folder)
     try:
         file = configuration.read(str(path))
     except ConfigError as error:
@@ -189,18 +202,50 @@ def refusal(row: dict[str, str], folder: Path) -> ConfigError | None:
     elif "num_layers" in file.options and "vocab_size" not in file.options:
         options["vocab_size"] = 32000
     options |= {name: _ANSWERS[name] for name in file.requested}
-    unit = 1
-    for name in ("tp", "pp", "cp"):
-        unit *= int(file.options.get(name, "1"))
-    error = None
-    for ranks in (None, *(unit * 2**power for power in range(11))):
+    errors = []
+    for ranks in _numbers_of_ranks(file):
         try:
             generate(cls(framework=file.framework, world_size=ranks, **options))
         except ConfigError as refused:
-            error = error or refused
+            errors.append(refused)
         else:
             return None
-    return error
+    return errors[0]
+
+
+def _numbers_of_ranks(file: Translation) -> Iterator[int | None]:
+    """Yield the file's own number of ranks, and multiples of its axes."""
+    unit = math.prod(int(file.options.get(name, "1")) for name in ("tp", "pp", "cp"))
+    yield None
+    for power in range(11):
+        yield unit * 2**power
+
+
+def training_refusal(row: dict[str, str], folder: Path) -> ConfigError | None:
+    """Return why `train` refuses a file that is accepted; None: it plans the step."""
+    path = _write(row, folder)
+    file = configuration.read(str(path))
+    has_model = "model" in file.options or {"num_layers", "vocab_size"} <= file.options.keys()
+    options = TrainOptions(
+        models=() if has_model else ("llama-3.1-8b",),
+        config=None if has_model else str(path),
+        model=str(path) if has_model else None,
+        mbs=(1,) if "mbs" in file.requested else None,
+        device="h200",
+    )
+    if "dtype" in file.requested:
+        precision: dict[str, Any] = {"precision": "amp"}
+        options = replace(options, **precision)
+    errors = []
+    for ranks in _numbers_of_ranks(file):
+        try:
+            planned = replace(options, nproc=None if ranks is None else str(ranks))
+            train.plan(planned, machine("h200", dry_run=True))
+        except ConfigError as refused:
+            errors.append(refused)
+        else:
+            return None
+    return errors[0]
 
 
 def count_written(framework: str, wanted: int, folder: Path) -> Counter[str]:
@@ -230,7 +275,7 @@ def count_written(framework: str, wanted: int, folder: Path) -> Counter[str]:
 
 
 def main() -> None:
-    """Draw, or print what is accepted, or what is written."""
+    """Draw, or print what is accepted and trained, or what is written."""
     if sys.argv[1:2] == ["draw"]:
         draw(Path(sys.argv[2]))
         return
@@ -242,20 +287,25 @@ def main() -> None:
                     framework, *(f"{name} {count}" for name, count in counts.items()), sep=", "
                 )
         return
-    accepted, total = Counter[str](), Counter[str]()
+    accepted, trained, total = Counter[str](), Counter[str](), Counter[str]()
     refused = []
     with tempfile.TemporaryDirectory() as folder:
         for row in rows():
             total[row["kind"]] += 1
             error = refusal(row, Path(folder))
             accepted[row["kind"]] += error is None
-            if error:
-                reason = str(error).replace(folder, "").lstrip("/")
-                refused.append(f"{row['repo']} {row['path']}: {reason}")
+            refusal_of_train = error or training_refusal(row, Path(folder))
+            trained[row["kind"]] += refusal_of_train is None
+            if refusal_of_train:
+                verb = "" if error else "train: "
+                reason = str(refusal_of_train).replace(folder, "").lstrip("/")
+                refused.append(f"{row['repo']} {row['path']}: {verb}{reason}")
     for kind, count in total.items():
-        print(f"{kind:<12} {accepted[kind]:>3} of {count}")
-    print(f"{'all':<12} {accepted.total():>3} of {total.total()}")
-    of_known = total.total() - sum("family of models" in line for line in refused)
+        print(f"{kind:<12} {accepted[kind]:>3} of {count}, {trained[kind]:>3} trained")
+    sums = f"{accepted.total():>3} of {total.total()}, {trained.total():>3} trained"
+    print(f"{'all':<12} {sums}")
+    others = sum("family of models" in line and ": train: " not in line for line in refused)
+    of_known = total.total() - others
     print(f"{'of families that are modelled':<12} {accepted.total():>3} of {of_known}")
     print(*refused, sep="\n")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from stepmark.cli import main
@@ -11,6 +12,7 @@ from stepmark.ground.options import build, load
 from stepmark.launching.launch_options import RESUME
 
 MEASURING = ("run", "comm", "op", "train", "calibrate", "replay")
+_FILES = (".json", ".toml", ".yaml", ".yml", ".sh")
 _RANKS = "it must be left out: --gpus-per-node or --nproc-per-node sets the ranks"
 _OUT = "it must be left out: give --out before the --"
 _NEW = "it must be left out: a job measures a new run; -- resume RUN goes on with another"
@@ -72,6 +74,6 @@ def _check_models(options: Any) -> None:
     fields = (getattr(options, name, None) or () for name in ("model", "models"))
     for value in fields:
         for name in (value,) if isinstance(value, str) else value:
-            if "/" in name or name.endswith(".json"):
+            if "/" in name or Path(name).suffix in _FILES:
                 continue
             load("stepmark.workloads.models:read_models")(name)

@@ -43,7 +43,7 @@ from stepmark.timeline.trace_columns import RankTrace
 from stepmark.traces.kineto.kernels import measured_ops
 from stepmark.traces.trace_files import map_traces, recorded_traces
 from stepmark.traces.trace_options import KernelsOptions
-from stepmark.training import train_plan
+from stepmark.training import framework_options, train_plan
 from stepmark.training.train_options import CalibrateOptions, TrainOptions, options_of
 from stepmark.workloads.models import factor, read_models
 from stepmark.workloads.rules.pytorch.case import of_case
@@ -87,10 +87,11 @@ def run(options: CalibrateOptions) -> int:
 
 def plan(options: CalibrateOptions, machine: Machine) -> Plan:
     """Plan the parts of one training step. Raises ConfigError."""
-    training = TrainOptions(**vars(options))
-    nproc = train_plan.default_nproc(training, machine.device)
-    world_size = machine.num_ranks(training.nproc, nproc)
-    case = train_plan.only_case(training, machine.device, world_size)
+    job = framework_options.with_file(TrainOptions(**vars(options)), machine)
+    with job.naming_keys():
+        nproc = train_plan.default_nproc(job.options, machine.device)
+        world_size = machine.num_ranks(job.options.nproc, nproc)
+        case = train_plan.only_case(job.options, machine.device, world_size)
     parts, notes = calibration_cases(case, machine)
     budget_s = options.budget
     timeout_s = options.timeout or 600.0
@@ -115,7 +116,7 @@ def plan(options: CalibrateOptions, machine: Machine) -> Plan:
             ),
         ),
         entries=parts,
-        notes=(*notes, *case.model.unmodelled),
+        notes=(*job.notes, *notes, *case.model.unmodelled),
     )
 
 

@@ -14,6 +14,7 @@ from stepmark.cases.record import Measured, RunInfo
 from stepmark.cases.train_case import TrainCase
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.collectives.network_fit import placement_of, with_hosts_of
+from stepmark.framework_files import configuration
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
@@ -49,6 +50,8 @@ def inputs_of(options: PredictOptions, workload: Workload | None = None) -> Inpu
         value = getattr(options, name)
         if value not in (None, False):
             raise ConfigError(name, value, "left out: it does not change a prediction")
+    if options.config is not None:
+        configuration.read(options.config)  # says why it is no framework's file
     if options.force and not (options.calibration or options.from_run):
         raise ConfigError("force", "given", "only with --calibration or --from-run")
     file = _workload_file(options)

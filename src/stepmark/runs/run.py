@@ -43,7 +43,7 @@ from stepmark.runs.runs import write_run_page
 from stepmark.runs.step_report import reported
 from stepmark.step_memory.memory import largest_mbs
 from stepmark.store.view import print_text, view
-from stepmark.training import remedies, train_plan
+from stepmark.training import framework_options, remedies, train_plan
 from stepmark.training.train_options import TrainOptions, given_options
 from stepmark.workloads.rules.pytorch.case import of_case
 
@@ -62,7 +62,7 @@ _REPLAY = {
 }
 _CPU_STEPS = 8
 _STEPS = 30
-_CPU_RANKS = "2"
+_CPU_RANKS = 2
 
 
 def run(options: RunOptions) -> int:
@@ -188,15 +188,23 @@ def plan_of_steps(
 def step_case(options: RunOptions, machine: Machine, notes: list[str]) -> TrainCase:
     """Return the step that is predicted and measured, sized for the machine where it is not
     given. Raises ConfigError."""
-    given = {n: value for n, value in given_options(options).items() if value is not None}
+    given = TrainOptions(**{**given_options(options), "device": options.device})
+    job = framework_options.with_file(given, machine, fewest=_CPU_RANKS)
+    notes += job.notes
+    with job.naming_keys():
+        return _sized(job.options, machine, notes)
+
+
+def _sized(base: TrainOptions, machine: Machine, notes: list[str]) -> TrainCase:
+    """Return the step of these options. Raises ConfigError."""
     is_cpu = machine.device == "cpu"
-    compiles = not is_cpu if options.compile is None else options.compile
-    base = TrainOptions(**{**given, "compile": compiles, "device": options.device})
+    if base.compile is None:
+        base = replace(base, compile=not is_cpu)
     if is_cpu:
         base = _with_defaults(base, _CPU)
     nproc = train_plan.default_nproc(base, machine.device)
     if is_cpu and nproc == "1" and not (base.nproc or base.strategy):
-        nproc = _CPU_RANKS
+        nproc = str(_CPU_RANKS)
     count = machine.num_ranks(base.nproc, nproc)
     if base.model or base.models:
         if not base.mbs:

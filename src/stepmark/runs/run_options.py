@@ -12,12 +12,9 @@ class RunOptions(CaseOptions, RunFolder, Budget, Device):
     """stepmark run."""
 
     models: tuple[str, ...] = flag(
-        "model name, or a file such as config.json [sized for the device]",
+        "model name, config.json, or a framework's file [sized for the device]",
         default=(),
         argument=True,
         metavar="MODEL",
         names="model",
-    )
-    compile: bool | None = flag(  # type: ignore[assignment]
-        "torch.compile [on accelerators]", "--compile/--no-compile"
     )

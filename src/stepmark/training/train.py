@@ -15,6 +15,7 @@ from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
 from stepmark.store.view import View, console, print_text, view
 from stepmark.training import (
+    framework_options,
     train_columns,
     train_plan,
     train_refusals,
@@ -33,8 +34,11 @@ def run(options: TrainOptions) -> int:
 def plan(options: TrainOptions, machine: Machine) -> Plan:
     """Plan every case of the options. Raises ConfigError."""
     device = machine.device
-    world_size = machine.num_ranks(options.nproc, train_plan.default_nproc(options, device))
-    cases = train_plan.cases(options, device, world_size)
+    job = framework_options.with_file(options, machine)
+    with job.naming_keys():
+        nproc = train_plan.default_nproc(job.options, device)
+        world_size = machine.num_ranks(job.options.nproc, nproc)
+        cases = train_plan.cases(job.options, device, world_size)
     return Plan(
         command="train",
         argv=tuple(sys.argv[1:]),
@@ -44,6 +48,7 @@ def plan(options: TrainOptions, machine: Machine) -> Plan:
         how=How(train=how(options, world_size)),
         entries=entries(cases, options.launches),
         notes=(
+            *job.notes,
             *notes_of(case.model for case in cases),
             *train_plan.placement_notes(cases, machine.ranks_per_host(world_size)),
         ),

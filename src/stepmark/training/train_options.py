@@ -78,7 +78,7 @@ class Model(ModelChoice):
     """Model."""
 
     models: tuple[str, ...] = flag(
-        "model name(s), or config.json",
+        "model name(s), config.json, or a framework's file",
         default=(),
         argument=True,
         metavar="MODEL...",
@@ -89,6 +89,11 @@ class Model(ModelChoice):
     )
     num_layers: Count | None = flag(
         "layers instead of the model's", "--num-layers", "--layers", rare=True
+    )
+    config: str | None = flag(
+        "a framework's file beside another MODEL: Megatron arguments, torchtitan, DeepSpeed",
+        metavar="FILE",
+        rare=True,
     )
 
 
@@ -170,8 +175,11 @@ class Techniques:
     sac_freq: Frequency | None = flag(
         "llm-train-bench's --ac, where 1/1 is none", "--sac-freq", "--sac_freq", rare=True
     )
-    compile: bool = flag(
-        "torch.compile", "--compile", "--pt-compile", "--pt_compile", default=False
+    compile: bool | None = flag(
+        "torch.compile [no; run: on accelerators]",
+        "--compile/--no-compile",
+        "--pt-compile",
+        "--pt_compile",
     )
     compile_scope: Annotated[str, words_of("block", "layers", "loss", "model")] | None = flag(
         "what is compiled: each block, and the head with the loss; only the layers or the "
@@ -243,14 +251,20 @@ class CalibrateOptions(CaseOptions, MeasureOptions):
     """stepmark calibrate."""
 
 
+# Options with a default of their own that a framework's file may give, too.
+_OF_FILES = ("clip", "attention", "pp_schedule", "pp_microbatches", "pp_split")
+
+
 def options_of(case: TrainCase) -> TrainOptions:
     """Return the options that measure this case alone."""
-    values = option_values(case)
+    # Beside a framework's file defaults are given, too, as they win over the file's options.
+    is_configured = bool(case.model_file) and not case.model_file.endswith(".json")
+    values = option_values(case, told=_OF_FILES if is_configured else ())
     axes = case.parallel
     # Only FSDP has copies by choice: elsewhere they are all data ranks.
     copies = ("dp_replicate",) if case.data_parallel is DataParallel.FSDP else ()
     for axis in ("tp", "pp", "cp", "ep", *copies):
-        if (degree := getattr(axes, axis)) > 1:
+        if (degree := getattr(axes, axis)) > 1 or is_configured:
             values[axis] = degree
     if case.dtype.is_block_format:
         values["precision"] = case.fp8.value
@@ -262,13 +276,16 @@ def options_of(case: TrainCase) -> TrainOptions:
         }
     if case.compile is not CompileScope.NONE:
         values |= {"compile": True, "compile_scope": case.compile.value}
-    if case.recompute is not Recompute.NONE:
+    elif is_configured:
+        values["compile"] = False
+    if case.recompute is not Recompute.NONE or is_configured:
         values["ac"] = case.recompute, case.recompute_blocks
     if case.data != "random":
         values |= {"text": True} if case.data == "text" else {"text_file": case.data}
     strategy = case.data_parallel.value
     if case.data_parallel is DataParallel.NONE:
-        strategy = next((axis for axis in ("pp", "tp", "cp") if axis in values), "single")
+        divided = (axis for axis in ("pp", "tp", "cp") if getattr(axes, axis) > 1)
+        strategy = next(divided, "single")
     return TrainOptions(
         models=(case.model_file or case.model.name.partition("@")[0],),
         strategy=(strategy,),

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from stepmark.cases.fields import given_values
@@ -24,7 +23,7 @@ from stepmark.model.model_names import distinct_names
 from stepmark.model.parallel import ParallelConfig
 from stepmark.training import train_refusals
 from stepmark.training.train_options import TrainOptions
-from stepmark.workloads.models import read_models
+from stepmark.workloads.models import is_file, read_models
 
 # Micro-batches that --find-batch tries, until one is too large.
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -96,7 +95,6 @@ def _models(options: TrainOptions, tp: int) -> Iterator[tuple[ModelConfig, str]]
     """Yield each model with the file it was read from, "" for a built-in one."""
     for name in options.model_names:
         models = read_models(name, options.scale, tp)
-        is_file = Path(name).suffix == ".json" or Path(name).is_dir()
         if len(models) != 1:
             raise ConfigError("model", name, f"a file of one model, not {len(models)}")
         (model,), seq_len = models, options.seq_len
@@ -105,7 +103,7 @@ def _models(options: TrainOptions, tp: int) -> Iterator[tuple[ModelConfig, str]]
             raise ConfigError("seq-len", seq_len, f"from 1 to {most} for {model.name}")
         model = dataclasses.replace(model, seq_len=seq_len or model.seq_len)
         model = model.with_layers(options.num_layers or model.num_layers)
-        yield model, name if is_file else ""
+        yield model, name if is_file(name) else ""
 
 
 def _batches(options: TrainOptions, parallel: ParallelConfig) -> list[int]:

@@ -13,8 +13,10 @@ from stepmark.framework_files.table import Options, Translation
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build, exact
 from stepmark.ground.options import options as declared
+from stepmark.model.model import ModelConfig
 from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
 from stepmark.step.workload import Workload
+from stepmark.workloads import workload_model
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES, find_rule
 from stepmark.workloads.workload_options import GenerateOptions
@@ -24,6 +26,7 @@ _PRECISION = (
     *("fp8_format", "fp8_recipe", "fp4_format", "fp4_recipe"),
     *("fp8_param_gather", "fp8_all_gather"),
 )
+_MODEL = {*NAMES, "model", "model_name", "seq_len", "make_vocab_size_divisible_by"}
 
 
 def read(path: str) -> Translation:
@@ -80,6 +83,28 @@ def with_file(options: GenerateOptions, file: Translation) -> GenerateOptions:
         allowed = f"--vocab-size, as {options.config} leaves it to a tokenizer"
         raise ConfigError("vocab-size", None, allowed)
     return merged
+
+
+def model_of(path: str, tp: int) -> ModelConfig:
+    """Return the model of a framework's file, which may pad for tp. Raises ConfigError."""
+    file = read(path)
+    own = replace(
+        file,
+        options={name: text for name, text in file.options.items() if name in _MODEL},
+        defaults={name: text for name, text in file.defaults.items() if name in _MODEL},
+        requested={},
+        fixed={},
+    )
+    if not {"model", "num_layers"} & own.options.keys():
+        raise ConfigError("model", None, f"a name: {path} names none")
+    if "num_layers" in own.options and "vocab_size" not in own.options:
+        allowed = "in the file, which leaves it to a tokenizer"
+        raise ConfigError(f"{path}: vocab-size", None, f"{allowed}; or name another model")
+    options = GenerateOptions(config=path)
+    with naming_keys(options, file):
+        merged = with_file(options, own)
+        model, notes = workload_model.choose(merged, file.framework, tp)
+    return replace(model, unmodelled=notes)
 
 
 def _check_flags(options: GenerateOptions, file: Translation) -> None:

@@ -16,12 +16,12 @@ from stepmark.workloads.formats import benchmark_models, huggingface, model_toml
 def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> list[ModelConfig]:
     """Return the models of a comma-separated list, scaled. Raises ConfigError.
 
-    A file is a config of Hugging Face or llm-train-bench, Primus' list of models, or a TOML
-    file of a model such as those of data/models.
+    A file is a config of Hugging Face or llm-train-bench, Primus' list of models, a TOML file
+    of a model such as those of data/models, or a framework's file, of which the rest is unread.
     """
     models: list[ModelConfig] = []
     for name, file in _split_names(names):
-        models += _reader_of(file)(file) if file else [find_model(name)]
+        models += _reader_of(file, tp)(file) if file else [find_model(name)]
     return [scaled(model, scale, tp) for model in models] if scale else models
 
 
@@ -38,7 +38,20 @@ def _split_names(names: str | None) -> Iterator[tuple[str, Path | None]]:
             yield name, path / "config.json"
         else:
             is_file = path.suffix in (".json", ".toml") or is_model_file(path)
-            yield name, path if is_file else None
+            yield name, path if is_file or _is_framework_file(path) else None
+
+
+def is_file(name: str) -> bool:
+    """Return whether a model is read from a file of this name, and not a built-in one."""
+    return any(file for _, file in _split_names(name))
+
+
+def _is_framework_file(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    from stepmark.framework_files import configuration  # noqa: PLC0415 - 10 ms
+
+    return configuration.is_framework_file(str(path))
 
 
 def is_model_file(path: Path) -> bool:
@@ -78,8 +91,10 @@ def factor(scale: str) -> Fraction:
     return value
 
 
-def _reader_of(file: Path) -> Callable[[Path], list[ModelConfig]]:
+def _reader_of(file: Path, tp: int) -> Callable[[Path], list[ModelConfig]]:
     """Return the reader of a file by its content. Raises ConfigError."""
+    if not is_model_file(file) and _is_framework_file(file):
+        return lambda file: [_framework_model(file, tp)]
     if file.suffix == ".toml":
         return lambda file: [model_toml.read_model(file)]
     start = read_head(file, 4096, "model").lstrip()[:1]
@@ -88,3 +103,9 @@ def _reader_of(file: Path) -> Callable[[Path], list[ModelConfig]]:
     if benchmark_models.is_config(source_file.read_json(file)):
         return lambda file: [benchmark_models.read_config(file)]
     return lambda file: [huggingface.read_config(file)]
+
+
+def _framework_model(file: Path, tp: int) -> ModelConfig:
+    from stepmark.workloads import configured  # noqa: PLC0415 - which imports this module
+
+    return configured.model_of(str(file), tp)
