@@ -9,9 +9,9 @@ are kept as their keys and values, with their source, in validation/data/framewo
 A file is accepted if it generates a workload, with --model where it names none, --vocab-size
 where it leaves that to a tokenizer, --dtype where it leaves that to a trainer, and a number of
 ranks that its batch divides by. `written` draws layouts as the test of round trips does
-(tests/framework_files/test_round_trips.py), until there are so many steps for each framework. It
-is trained if `train` plans its step for H200, with --precision for --dtype, and beside Llama
-3.1 8B where a model or its vocabulary is left open.
+(tests/framework_files/test_round_trips.py), until there are so many steps for each framework.
+A file is trained if `train` plans its step for H200, with --precision for --dtype, and beside
+Llama 3.1 8B where a model or its vocabulary is left open.
 """
 
 import json

