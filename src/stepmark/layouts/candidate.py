@@ -54,22 +54,22 @@ class Candidate:
 
     @property
     def least_bytes(self) -> float:
-        """Bytes that weights and optimizer of a rank need at least, Megatron-LM's gradients, too.
+        """Bytes of weights and optimizer of a rank, at least; of Megatron-LM gradients, too.
 
-        Those of FSDP come and go.
+        FSDP's gradients come and go.
         """
         model, axes = self.job.model, self.parallel
+        shards = axes.gradient_ranks * axes.tp / axes.dp_replicate
+        states = _STATE_BYTES * model.num_params / (axes.pp * shards)
+        if not self.is_megatron:
+            return states
         experts = 0.0
         if model.moe:
             of_others = model.layer_params(moe=True) - model.layer_params(moe=True, active=True)
             share = model.moe.num_experts / max(1, model.moe.num_experts - model.moe.top_k)
             experts = model.num_moe_layers * of_others * share
-        dense = (model.num_params - experts) / axes.tp
-        params = (dense + experts / axes.ep) / axes.pp
-        ranks = axes.gradient_ranks
-        if self.is_megatron:
-            return params * (_MIXED_BYTES + _STATE_BYTES / ranks)
-        return params * _STATE_BYTES * axes.dp_replicate / ranks
+        own = (model.num_params - experts) / axes.tp + experts / axes.ep
+        return _MIXED_BYTES * own / axes.pp + states
 
     @property
     def recompute(self) -> str:
