@@ -12,9 +12,18 @@ import stepmark as sm
 
 FILE = Path(__file__).parents[1] / "docs" / "python.md"
 HEAD = "## Reference\n"
-FUNCTIONS = ("workload", "read_workload", "predict", "measure", "replay", "read_run", "compare")
+FUNCTIONS = (
+    "workload",
+    "read_workload",
+    "predict",
+    "plan",
+    "measure",
+    "replay",
+    "read_run",
+    "compare",
+)
 ORDER = (*FUNCTIONS, "read_trace", "options", "Model", "Table", "Workload", "Prediction")
-ORDER += ("Predictions", "Run", "Replay", "Comparison", "Trace")
+ORDER += ("Predictions", "Plan", "Run", "Replay", "Comparison", "Trace")
 
 
 def signature(function: object) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from stepmark.api.comparison import Comparison, compare
     from stepmark.api.model import Model
     from stepmark.api.options import options
+    from stepmark.api.plan import Plan, plan
     from stepmark.api.prediction import Prediction, Predictions, predict
     from stepmark.api.run import Replay, Run, measure, read_run, replay
     from stepmark.api.trace import Trace, read_trace
@@ -25,6 +26,7 @@ __all__ = [
     "ConfigError",
     "Model",
     "NothingToMeasureError",
+    "Plan",
     "Prediction",
     "Predictions",
     "Replay",
@@ -37,6 +39,7 @@ __all__ = [
     "compare",
     "measure",
     "options",
+    "plan",
     "predict",
     "read_run",
     "read_trace",
@@ -50,6 +53,7 @@ _MODULES = {
     "stepmark.api.comparison": ("Comparison", "compare"),
     "stepmark.api.model": ("Model",),
     "stepmark.api.options": ("options",),
+    "stepmark.api.plan": ("Plan", "plan"),
     "stepmark.api.prediction": ("Prediction", "Predictions", "predict"),
     "stepmark.api.run": ("Replay", "Run", "measure", "read_run", "replay"),
     "stepmark.tables.table": ("Table",),

@@ -4,6 +4,7 @@ from stepmark.api.keywords import OPTION_COLUMNS, describe, spells_keywords
 from stepmark.api.run import VERBS, class_of
 from stepmark.comparison.compare_options import CompareOptions
 from stepmark.ground.errors import ConfigError
+from stepmark.layouts.plan_options import PlanOptions
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.tables.table import Table
 from stepmark.traces.trace_options import BreakdownOptions
@@ -12,6 +13,7 @@ from stepmark.workloads.rules import find_rule
 
 _CLASSES: dict[str, type] = {
     "predict": PredictOptions,
+    "plan": PlanOptions,
     "compare": CompareOptions,
     "trace": BreakdownOptions,
 }
@@ -21,8 +23,8 @@ _CLASSES: dict[str, type] = {
 def options(verb: str, which: str = "") -> Table:
     """Return the keywords of a verb: their values, defaults and meanings.
 
-    verb: op, comm, train, replay, predict, compare, trace or workload. which: of "op" a family
-    such as gemm, of "workload" a framework. Raises ConfigError.
+    verb: op, comm, train, replay, predict, plan, compare, trace or workload. which: of "op" a
+    family such as gemm, of "workload" a framework. Raises ConfigError.
     """
     cls: type
     if verb == "workload":

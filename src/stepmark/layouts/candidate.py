@@ -84,6 +84,22 @@ class Candidate:
         is_block = settings.recompute_method == "block"
         return f"{settings.recompute_num_layers}/chunk" if is_block else "full"
 
+    @cached_property
+    def axes(self) -> Mapping[str, Any]:
+        """What layouts differ in, but for the data ranks, which the others leave."""
+        own = self.parallel
+        return {
+            "framework": self.framework,
+            "tp": own.tp,
+            "pp": own.pp,
+            "vpp": self.num_chunks,
+            "cp": own.cp,
+            "ep": own.ep,
+            "dp_replicate": own.dp_replicate,
+            "mbs": self.job.mbs,
+            "recompute": self.recompute,
+        }
+
     @property
     def needed_bytes(self) -> int:
         """Bytes of a device that the fullest rank needs. Raises ConfigError."""

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,20 +34,22 @@ from stepmark.step.workload import CommOp, ComputeOp, Group
 _NETWORK = ("network", "gpus_per_host", "nics", "nic", "latency", "oversubscription")
 # Estimates are at most so much above simulations in 99 of 100 layouts
 # (validation/plan_estimates.py).
-ERROR = 0.08
+ERROR = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSearch:
     """Layouts for a number of GPUs that were simulated, the fastest first.
 
-    jobs: their options of `stepmark predict`. num_layouts: of all; num_too_large: of those,
+    jobs: their options of `stepmark predict`. neighbours: layouts that differ from the best in
+    one axis each, of each axis the fastest. num_layouts: of all; num_too_large: of those,
     layouts that need more memory than allowed, as far as they were looked at.
     """
 
     num_gpus: int
     rows: Sequence[Row]
     jobs: Sequence[FrameworkJob]
+    neighbours: Mapping[str, Row]
     num_layouts: int
     num_too_large: int
     took_s: float
@@ -123,19 +125,10 @@ class Cluster:
     def row(self, candidate: Candidate, estimate_s: float) -> Row:
         """Return the row of a layout, simulated as `stepmark predict` does."""
         prediction = of_job(self.job(candidate), make=lambda *_: candidate.workload())
-        axes = candidate.parallel
         return {
             "gpus": self.num_gpus,
-            "framework": candidate.framework,
-            "tp": axes.tp,
-            "pp": axes.pp,
-            "vpp": candidate.num_chunks,
-            "cp": axes.cp,
-            "ep": axes.ep,
-            "dp": axes.data_ranks,
-            "dp_replicate": axes.dp_replicate,
-            "mbs": candidate.job.mbs,
-            "recompute": candidate.recompute,
+            **candidate.axes,
+            "dp": candidate.parallel.data_ranks,
             **row_of(prediction.figures()),
             "estimated_s": estimate_s,
         }
@@ -169,12 +162,25 @@ def search(options: PlanOptions, num_gpus: int) -> LayoutSearch:
             else:
                 with contextlib.suppress(ConfigError):  # messages that do not divide
                     simulated.append((cluster.row(candidate, estimate_s), candidate))
-    simulated.sort(key=lambda pair: pair[0]["step_s"])
     if not simulated:
-        raise _too_large(options, most_bytes, too_large or layouts)
+        raise _too_large(options, most_bytes, layouts, too_large)
+    simulated.sort(key=lambda pair: pair[0]["step_s"])
+    best = simulated[0][1]
+    fits = (
+        (estimate_s, smaller[number])
+        for estimate_s, number in sorted(estimates)
+        if smaller[number].framework == best.framework
+        and smaller[number].needed_bytes <= most_bytes
+    )
+    with Waiting("simulating layouts like the best"):
+        neighbours = {
+            axis: cluster.row(candidate, estimate_s)
+            for axis, (estimate_s, candidate) in _neighbours(best, fits).items()
+        }
     return LayoutSearch(
         num_gpus=num_gpus,
         rows=[row for row, _ in simulated],
+        neighbours=neighbours,
         jobs=[cluster.job(candidate) for _, candidate in simulated],
         num_layouts=len(layouts),
         num_too_large=len(layouts) - len(smaller) + len(too_large),
@@ -191,6 +197,19 @@ def _estimates(
             yield estimator.step_s(layout), number
 
 
+def _neighbours(
+    best: Candidate, layouts: Iterable[tuple[float, Candidate]]
+) -> dict[str, tuple[float, Candidate]]:
+    """Return the first layout that differs from the best in one axis, by this axis."""
+    neighbours: dict[str, tuple[float, Candidate]] = {}
+    for estimate_s, candidate in layouts:
+        own = candidate.axes
+        changed = [axis for axis, value in best.axes.items() if own[axis] != value]
+        if len(changed) == 1:
+            neighbours.setdefault(changed[0], (estimate_s, candidate))
+    return neighbours
+
+
 def _none(space: LayoutSpace) -> ConfigError:
     """Return why there is no layout."""
     if space.refused:
@@ -204,10 +223,19 @@ def _none(space: LayoutSpace) -> ConfigError:
 
 
 def _too_large(
-    options: PlanOptions, most_bytes: float, layouts: Sequence[Candidate]
+    options: PlanOptions,
+    most_bytes: float,
+    layouts: Sequence[Candidate],
+    derived: Sequence[Candidate],
 ) -> ConfigError:
-    """Return that no layout fits, and the least memory that one needs."""
-    least = min(layouts, key=lambda each: each.least_bytes)
-    needs = f"the smallest needs {format_bytes(least.needed_bytes)} of a GPU"
-    allowed = f"more GPUs, or ones with more memory: {needs}, of {format_bytes(most_bytes)}"
+    """Return that no layout fits. derived: those whose memory is known."""
+    if derived:
+        needs = f"layouts need {format_bytes(min(each.needed_bytes for each in derived))}"
+    else:
+        least = min(each.least_bytes for each in layouts)
+        needs = f"weights and optimizer states alone need {format_bytes(round(least))}"
+    allowed = (
+        f"more GPUs, or ones with more memory: {needs} of a GPU at least, which may give "
+        f"{format_bytes(round(most_bytes))}"
+    )
     return ConfigError("gpus", options.gpus[0], allowed)

@@ -1,12 +1,13 @@
 """stepmark plan: which layout should this model train with on this cluster?"""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.layout_search import LayoutSearch, search
 from stepmark.layouts.plan_options import PlanOptions
-from stepmark.layouts.plan_text import lines, lines_of_counts
+from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
 from stepmark.measuring.delivery import write_files
 from stepmark.store.view import print_text
 
@@ -18,8 +19,7 @@ def run(options: PlanOptions) -> int:
     rows = [row for each in searches for row in each.rows]
     write_files(options, "layouts", document(searches), rows)
     if not options.to_stdout:
-        several = len(searches) > 1
-        print_text(lines_of_counts(searches) if several else lines(options, searches[0]))
+        print_text(lines(options, searches))
     return 0
 
 
@@ -38,6 +38,13 @@ def plan(options: PlanOptions) -> list[LayoutSearch]:
     if not searches:
         raise errors[0]
     return searches
+
+
+def lines(options: PlanOptions, searches: list[LayoutSearch]) -> Iterator[str]:
+    """Return the answer as text."""
+    if len(searches) > 1:
+        return lines_of_counts(searches)
+    return lines_of_count(options, searches[0])
 
 
 def document(searches: list[LayoutSearch]) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """What `stepmark plan` prints: the best layout, what was searched, rows, and why it is best."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from stepmark.ground.units import GIB, format_time
 from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.predictions.prediction_grid import Row
-from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, given
+from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
 from stepmark.tables.table import Table
 
+_RARE = ("vpp", "cp", "ep")  # axes
+_MOST_REASONS = 4
 _TIE = 0.02  # of a step: closer layouts are told apart by no prediction
 _AXES = ("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "recompute")
 _PARTS: dict[str, Callable[[Row], float]] = {
@@ -19,7 +20,7 @@ _PARTS: dict[str, Callable[[Row], float]] = {
 }
 
 
-def lines(options: PlanOptions, found: LayoutSearch) -> Iterator[str]:
+def lines_of_count(options: PlanOptions, found: LayoutSearch) -> Iterator[str]:
     """Yield the answer for one number of GPUs."""
     best = found.rows[0]
     yield f"{best['name']} on {found.num_gpus} {options.device}: {place(best)}"
@@ -27,8 +28,9 @@ def lines(options: PlanOptions, found: LayoutSearch) -> Iterator[str]:
     yield f"  {_searched(found)}"
     yield f"  {found.command}"
     yield ""
-    yield from Table(found.rows[: options.top], COLUMNS).text()
-    yield from _why(found.rows)
+    shown = found.rows[: options.top]
+    yield from Table(shown, columns(shown)).text()
+    yield from _why(found)
 
 
 def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
@@ -37,7 +39,7 @@ def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
     most = max(row["tokens_per_s_gpu"] for row in rows)
     yield f"{rows[0]['name']}: the fastest layout for each number of GPUs, with the same batch"
     yield ""
-    yield from Table(rows, [_GPUS, *COLUMNS]).text()
+    yield from Table(rows, columns(rows)).text()
     worth = [row for row in rows if row["tokens_per_s_gpu"] >= _WORTH * most]
     last = worth[-1]
     text = f"up to {last['gpus']} GPUs each does at least {_WORTH:.0%} of the best tokens/s"
@@ -85,24 +87,21 @@ def _searched(found: LayoutSearch) -> str:
     )
 
 
-def _why(rows: Sequence[Row]) -> Iterator[str]:
+def _why(found: LayoutSearch) -> Iterator[str]:
     """Yield what makes the best layout faster than those that differ in one axis."""
-    best = rows[0]
-    ties = sum(row["step_s"] <= best["step_s"] * (1 + _TIE) for row in rows[1:])
+    best = found.rows[0]
+    ties = sum(row["step_s"] <= best["step_s"] * (1 + _TIE) for row in found.rows[1:])
     if ties:
         yield f"{ties} more within {_TIE:.0%} of the first: measure before you choose"
-    seen = set[str]()
-    for row in rows[1:]:
-        changed = [name for name in _AXES if row[name] != best[name] and name != "dp"]
-        if len(changed) != 1 or changed[0] in seen or len(seen) == 3:
-            continue
-        seen.add(changed[0])
+    slower = sorted(found.neighbours.items(), key=lambda item: -item[1]["step_s"])
+    for axis, row in slower[:_MOST_REASONS]:
         name, more = _largest(row, best)
-        slower = row["step_s"] / best["step_s"] - 1
-        yield (
-            f"with {changed[0]} {row[changed[0]]} instead of {best[changed[0]]} the step takes "
-            f"{slower:.1%} longer, most of it {name} ({more:+.1%} of the step)"
-        )
+        text = f"{axis} {row[axis]} instead of {best[axis]}: {_change(row, best)}"
+        yield f"{text}, of which {name} {more:+.1%}; {_gibibytes(row)} GiB"
+
+
+def _change(row: Row, best: Row) -> str:
+    return f"{row['step_s'] / best['step_s'] - 1:+.1%} of the step"
 
 
 def _largest(row: Row, best: Row, *, per_gpu: bool = False) -> tuple[str, float]:
@@ -129,18 +128,35 @@ def _gibibytes(row: Row) -> str:
     return f"{row['reserved_bytes'] / GIB:.1f}"
 
 
+def _data_ranks(row: Row) -> str:
+    """Return the data ranks, as replicas x shards where there are such."""
+    replicas = row["dp_replicate"]
+    return f"{replicas}x{row['dp'] // replicas}" if replicas > 1 else str(row["dp"])
+
+
 def _framework(row: Row) -> str:
     return {"megatron": "Megatron", "pytorch": "PyTorch"}[row["framework"]]
 
 
-_GPUS = given("gpus", COUNT, "GPUs")
-COLUMNS: list[Any] = [
-    given("framework", TEXT, "rules", _framework),
-    *(given(name, COUNT) for name in ("tp", "pp", "vpp", "cp", "ep", "dp", "mbs")),
-    given("recompute", TEXT, "recomputed"),
-    given("step_s", NUMBER, "step", _step),
-    given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", _rate),
-    given("mfu_pct", PERCENT, "MFU %"),
-    given("reserved_bytes", NUMBER, "GiB", _gibibytes),
-    given("bound"),
-]
+def _cost(row: Row) -> str:
+    return "" if row["cost"] is None else f"{row['cost']:,.0f}"
+
+
+def columns(rows: Sequence[Row]) -> list[Column[Row]]:
+    """Return the columns of these layouts, without axes that none of them has."""
+    chosen = ["tp", "pp"] + [name for name in _RARE if any(row[name] > 1 for row in rows)]
+    several = len({row["gpus"] for row in rows}) > 1
+    return [
+        *([given("gpus", COUNT, "GPUs")] if several else []),
+        given("framework", TEXT, "rules", _framework),
+        *(given(name, COUNT) for name in chosen),
+        given("dp", COUNT, words=_data_ranks),
+        given("mbs", COUNT),
+        given("recompute", TEXT, "recomputed"),
+        given("step_s", NUMBER, "step", _step),
+        given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", _rate),
+        given("mfu_pct", PERCENT, "MFU %"),
+        given("reserved_bytes", NUMBER, "GiB", _gibibytes),
+        given("days", PERCENT),
+        given("cost", NUMBER, words=_cost),
+    ]

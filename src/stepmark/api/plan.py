@@ -1,0 +1,45 @@
+"""Search the layouts of a model on a number of GPUs."""
+
+import os
+
+from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.model import Model
+from stepmark.layouts import plan as core
+from stepmark.layouts import plan_text
+from stepmark.layouts.layout_search import LayoutSearch
+from stepmark.layouts.plan_options import PlanOptions
+from stepmark.tables.table import Table
+
+
+class Plan(Table):
+    """Simulated layouts, of each number of GPUs the fastest first. Its rows are these layouts.
+
+    best: the first row of each number of GPUs. commands: `stepmark predict` of these.
+    document: everything, as `stepmark plan --json` writes it.
+    """
+
+    def __init__(self, options: PlanOptions, searches: list[LayoutSearch]) -> None:
+        """Keep the layouts that were found."""
+        rows = [row for each in searches for row in each.rows]
+        super().__init__(rows, plan_text.columns(rows))
+        self.best = [each.rows[0] for each in searches]
+        self.commands = [each.command for each in searches]
+        self.document = core.document(searches)
+        self._options = options
+        self._searches = searches
+
+    def show(self) -> None:
+        """Print what `stepmark plan` prints."""
+        print("\n".join(core.lines(self._options, self._searches)))  # noqa: T201
+
+
+@spells_keywords
+def plan(model: str | os.PathLike[str] | Model, **options: object) -> Plan:
+    """Search the layouts of a model: the fastest that fits on so many GPUs.
+
+    model: a name, a file such as config.json, or a Model. options: those of `stepmark plan`,
+    e.g. gpus=256, gbs=1024, device="h100-sxm"; `options("plan")` lists them. Raises ConfigError
+    where no layout fits.
+    """
+    own = read(PlanOptions, [model], options)
+    return Plan(own, core.plan(own))
