@@ -15,6 +15,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.layout_search import Cluster, search
 from stepmark.layouts.layout_space import LayoutSpace
+from stepmark.layouts.plan import lines as plan_lines
 from stepmark.layouts.plan import plan
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
@@ -27,6 +28,9 @@ SMALL: dict[str, Any] = {
     "device": "h100-sxm",
     "seq_len": 2048,
 }
+
+
+ONE: dict[str, Any] = {"mbs": (1,), "tp": (1,), "pp": (1,)}
 
 
 def options(**changes: Any) -> PlanOptions:
@@ -76,7 +80,12 @@ def test_estimates_of_many_micro_batches_are_the_simulations() -> None:
 
 def test_the_best_is_the_fastest_that_fits() -> None:
     own = options(
-        framework="megatron", tp=(1, 2), pp=(1, 2), mbs=(1,), recompute=("none", "full")
+        framework="megatron",
+        tp=(1, 2),
+        pp=(1, 2),
+        mbs=(1,),
+        recompute=("none", "full"),
+        memory=0.55,  # the fastest needs more
     )
     cluster = Cluster(own, 16)
     assert cluster.device.hbm_bytes
@@ -87,7 +96,8 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     ]
     found = search(dataclasses.replace(own, top=3), 16)
     assert found.rows[0]["step_s"] == min(row["step_s"] for row in fits)
-    assert found.num_layouts == len(layouts(own))
+    assert found.num_layouts == len(layouts(own)) > len(fits)
+    assert found.num_too_large > 0
     assert all(row["verdict"] == "fits" for row in found.rows)
     steps = [row["step_s"] for row in found.rows]
     assert steps == sorted(steps)
@@ -138,12 +148,28 @@ def test_ranges_are_the_layouts() -> None:
 
 def test_several_numbers_of_gpus() -> None:
     own = options(gpus=(8, 16), tp=(2,), pp=(1,), mbs=(1,), framework="megatron", top=2)
-    searches = plan(own)
+    searches, left_out = plan(own)
+    assert left_out == {}
     text = [*lines_of_counts(searches)]
     assert text[0].startswith("llama-3.1-8b: the fastest layout for each number of GPUs")
     assert [each.num_gpus for each in searches] == [8, 16]
     assert searches[0].rows[0]["step_s"] > searches[1].rows[0]["step_s"]
     assert text[-1].startswith("up to 16 GPUs each does at least 80% of the best tokens/s")
+
+
+def test_a_number_of_gpus_without_layouts_is_named() -> None:
+    own = options(
+        gpus=(16, 12), gbs=32, tp=(2,), pp=(1,), mbs=(1,), framework="megatron", top=1
+    )
+    searches, left_out = plan(own)
+    assert [each.num_gpus for each in searches] == [16]
+    assert [*left_out] == [12]
+    assert [*plan_lines(own, searches, left_out)][-1].startswith("12 GPUs are left out: gbs 32")
+
+
+def test_long_sequences_are_divided_over_ranks() -> None:
+    degrees = {each.parallel.cp for each in layouts(options(seq_len=32768, tp=(8,), pp=(1,)))}
+    assert degrees == {1, 2}  # what 16 GPUs leave
 
 
 def test_the_answer_comes_first() -> None:
@@ -166,6 +192,14 @@ def test_the_answer_comes_first() -> None:
         ({"tp": (3,)}, "gbs", "multiple of the data ranks"),
         ({"models": ("nothing",)}, "model", ""),
         ({"network": "nowhere"}, "network", ""),
+        ({"host": "nobody", "mbs": (1,), "tp": (1,), "pp": (1,)}, "host", ""),
+        (
+            {"precision": "nvfp4", "mbs": (1,), "tp": (1,), "pp": (1,)},
+            "device",
+            "peak of nvfp4",
+        ),
+        ({"ep": (8,)}, "ep", "has no experts"),
+        ({"vpp": (2,), "pp": (1,)}, "gbs", ""),
     ],
 )
 def test_no_layout_is_a_sentence(changes: dict[str, Any], field: str, words: str) -> None:

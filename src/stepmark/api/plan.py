@@ -14,23 +14,26 @@ from stepmark.tables.table import Table
 class Plan(Table):
     """Simulated layouts, of each number of GPUs the fastest first. Its rows are these layouts.
 
-    best: the first row of each number of GPUs. commands: `stepmark predict` of these.
+    best: the first row of each number of GPUs. commands: `stepmark predict` of these. left_out:
+    numbers of GPUs without a layout, and why.
     document: everything, as `stepmark plan --json` writes it.
     """
 
-    def __init__(self, options: PlanOptions, searches: list[LayoutSearch]) -> None:
-        """Keep the layouts that were found."""
+    def __init__(
+        self, options: PlanOptions, searches: list[LayoutSearch], left_out: core.LeftOut
+    ) -> None:
+        """Keep the layouts of a search."""
         rows = [row for each in searches for row in each.rows]
         super().__init__(rows, plan_text.columns(rows))
         self.best = [each.rows[0] for each in searches]
         self.commands = [each.command for each in searches]
-        self.document = core.document(searches)
-        self._options = options
-        self._searches = searches
+        self.left_out = left_out
+        self.document = core.document(searches, left_out)
+        self._text = [*core.lines(options, searches, left_out)]
 
     def show(self) -> None:
         """Print what `stepmark plan` prints."""
-        print("\n".join(core.lines(self._options, self._searches)))  # noqa: T201
+        print("\n".join(self._text))  # noqa: T201
 
 
 @spells_keywords
@@ -42,4 +45,4 @@ def plan(model: str | os.PathLike[str] | Model, **options: object) -> Plan:
     where no layout fits.
     """
     own = read(PlanOptions, [model], options)
-    return Plan(own, core.plan(own))
+    return Plan(own, *core.plan(own))

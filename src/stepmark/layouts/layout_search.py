@@ -1,6 +1,5 @@
 """The search of a layout: what may fit is estimated, and the best are simulated."""
 
-import contextlib
 import dataclasses
 import math
 import shlex
@@ -147,8 +146,9 @@ def search(options: PlanOptions, num_gpus: int) -> LayoutSearch:
     if not layouts:
         raise _none(space)
     estimator = Estimator(cluster.seconds, cluster.send_s)
+    errors: list[ConfigError] = []
     with Waiting(f"estimating {len(smaller)} layouts"):
-        estimates = [*_estimates(estimator, smaller)]
+        estimates = [*_estimates(estimator, smaller, errors)]
     simulated: list[tuple[Row, Candidate]] = []
     too_large: list[Candidate] = []
     with Waiting("simulating the best layouts"):
@@ -159,10 +159,14 @@ def search(options: PlanOptions, num_gpus: int) -> LayoutSearch:
             candidate = smaller[number]
             if candidate.needed_bytes > most_bytes:
                 too_large.append(candidate)
-            else:
-                with contextlib.suppress(ConfigError):  # messages that do not divide
-                    simulated.append((cluster.row(candidate, estimate_s), candidate))
+                continue
+            try:
+                simulated.append((cluster.row(candidate, estimate_s), candidate))
+            except ConfigError as error:  # as messages that do not divide
+                errors.append(error)
     if not simulated:
+        if errors and not too_large:
+            raise errors[0]
         raise _too_large(options, most_bytes, layouts, too_large)
     simulated.sort(key=lambda pair: pair[0]["step_s"])
     best = simulated[0][1]
@@ -189,12 +193,14 @@ def search(options: PlanOptions, num_gpus: int) -> LayoutSearch:
 
 
 def _estimates(
-    estimator: Estimator, layouts: Sequence[Candidate]
+    estimator: Estimator, layouts: Sequence[Candidate], errors: list[ConfigError]
 ) -> Iterator[tuple[float, int]]:
-    """Yield the estimates of layouts with their numbers, without those that are refused."""
+    """Yield the estimates of layouts with their numbers. errors: of those that are refused."""
     for number, layout in enumerate(layouts):
-        with contextlib.suppress(ConfigError):  # messages that do not divide
+        try:
             yield estimator.step_s(layout), number
+        except ConfigError as error:  # as messages that do not divide
+            errors.append(error)
 
 
 def _neighbours(

@@ -66,7 +66,7 @@ class LayoutSpace:
         degrees = (
             options.tp or [n for n in divisors if n <= self.gpus_per_host],
             options.pp or [n for n in divisors if n <= min(_MOST_STAGES, model.num_layers)],
-            options.cp or _powers(model.seq_len // _TOKENS_OF_CP),
+            options.cp or _powers((options.seq_len or model.seq_len) // _TOKENS_OF_CP),
             options.ep or [n for n in _powers(_MOST_EXPERT_RANKS) if not experts % n],
         )
         for tp, pp, cp, ep in itertools.product(*degrees):
@@ -119,7 +119,7 @@ def _powers(most: int) -> list[int]:
 def _chunks(options: PlanOptions, model: ModelConfig, pp: int) -> Sequence[int]:
     """Return the numbers of model chunks of a stage."""
     if pp == 1:
-        return (1,)
+        return (1,) if not options.vpp or 1 in options.vpp else ()
     if options.vpp:
         return options.vpp
     layers = model.num_layers

@@ -11,43 +11,50 @@ from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
 from stepmark.measuring.delivery import write_files
 from stepmark.store.view import print_text
 
+LeftOut = dict[int, ConfigError]  # by number of GPUs
+
 
 def run(options: PlanOptions) -> int:
     """Search, print, write files. Returns the exit code."""
     options.check_stdout()
-    searches = plan(options)
+    searches, left_out = plan(options)
     rows = [row for each in searches for row in each.rows]
-    write_files(options, "layouts", document(searches), rows)
+    write_files(options, "layouts", document(searches, left_out), rows)
     if not options.to_stdout:
-        print_text(lines(options, searches))
+        print_text(lines(options, searches, left_out))
     return 0
 
 
-def plan(options: PlanOptions) -> list[LayoutSearch]:
-    """Return the best layouts for each number of GPUs. Raises ConfigError.
+def plan(options: PlanOptions) -> tuple[list[LayoutSearch], LeftOut]:
+    """Return the best layouts for each number of GPUs, and why others have none.
 
-    A number for which nothing fits or divides is left out if others have layouts.
+    Raises ConfigError where none has one.
     """
     searches: list[LayoutSearch] = []
-    errors: list[ConfigError] = []
-    for count in dict.fromkeys(options.gpus):
+    left_out: LeftOut = {}
+    for count in sorted({*options.gpus}):
         try:
             searches.append(search(dataclasses.replace(options, gpus=(count,)), count))
         except ConfigError as error:
-            errors.append(error)
+            left_out[count] = error
     if not searches:
-        raise errors[0]
-    return searches
+        raise next(iter(left_out.values()))
+    return searches, left_out
 
 
-def lines(options: PlanOptions, searches: list[LayoutSearch]) -> Iterator[str]:
-    """Return the answer as text."""
+def lines(
+    options: PlanOptions, searches: list[LayoutSearch], left_out: LeftOut
+) -> Iterator[str]:
+    """Yield the answer as text."""
     if len(searches) > 1:
-        return lines_of_counts(searches)
-    return lines_of_count(options, searches[0])
+        yield from lines_of_counts(searches)
+    else:
+        yield from lines_of_count(options, searches[0])
+    for count, error in left_out.items():
+        yield f"{count} GPUs are left out: {error}"
 
 
-def document(searches: list[LayoutSearch]) -> dict[str, Any]:
+def document(searches: list[LayoutSearch], left_out: LeftOut) -> dict[str, Any]:
     """Return everything as plain data."""
     return {
         "counts": [
@@ -60,6 +67,9 @@ def document(searches: list[LayoutSearch]) -> dict[str, Any]:
                 "best": each.rows[0],
             }
             for each in searches
+        ],
+        "left_out": [
+            {"gpus": count, "reason": str(error)} for count, error in left_out.items()
         ],
         "layouts": [row for each in searches for row in each.rows],
     }
