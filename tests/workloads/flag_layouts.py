@@ -303,4 +303,5 @@ TRAIN_OUTPUT = {
     "force": "with --resume",
     "json": "where rows are written",
     "csv": "where rows are written",
+    "config": "a framework's file, whose options are those of the others",
 }

@@ -509,7 +509,11 @@ def _complete(keys: Keys) -> Keys:
         keys[_MICRO_BATCH] = size
         if keys.get(_SCHEDULE) == "Interleaved1F1B":
             layers = int(widths["num_layers"]) + 2
-            keys[_LAYERS_PER_STAGE] = str(math.ceil(layers / (pp * int(stages))))
+            size_of_stage = math.ceil(layers / (pp * int(stages)))
+            if math.ceil(layers / size_of_stage) != pp * int(stages):
+                allowed = f"one of which torchtitan makes {layers} layers with the ends"
+                raise ConfigError("pp-stages", stages, allowed)
+            keys[_LAYERS_PER_STAGE] = str(size_of_stage)
     return keys
 
 

@@ -354,7 +354,14 @@ class _Reading:
                 reduced = texts.get("communication_data_type", "fp32" if is_fp32 else "bf16")
             case _:
                 reshard = texts.get("reshard_after_forward")
-        sharing = {"reshard": reshard, "reduce_dtype": reduced, "pp_split": self._stage_split()}
+        bucket = None if is_sharded else texts.get("bucket_cap_mb", "0")
+        sharing = {
+            "reshard": reshard,
+            "reduce_dtype": reduced,
+            "grad_sync": texts.get("grad_sync"),
+            "bucket_mb": None if bucket == "0" else bucket,  # 0: torch's own
+            "pp_split": self._stage_split(),
+        }
         return {name: value for name, value in sharing.items() if value is not None}
 
     def _stage_split(self) -> str | None:
@@ -395,6 +402,7 @@ def _outline(
         model=model.with_layers(options.num_layers or model.num_layers),
         parallel=parallel,
         data_parallel=train_plan.data_parallel(strategy),
+        grad_accum=vars(options)["grad_accum"] or 1,
         pp_schedule=str(schedule),
     )
 
@@ -402,4 +410,6 @@ def _outline(
 def _is_effective(name: str, case: TrainCase) -> bool:
     if name == "reduce_dtype":
         return case.parallel.gradient_ranks > 1
+    if name == "grad_sync":
+        return case.grad_accum > 1
     return name not in _FIELDS or _FIELDS[name].is_effective(case)

@@ -36,6 +36,8 @@ USED: Mapping[str, tuple[str, ...]] = {
     "fp8_all_gather": ("fp8_all_gather",),
     "reduce_dtype": ("reduce_dtype", "grad_reduce_in_bf16", "communication_data_type"),
     "reshard": ("reshard_after_forward",),
+    "grad_sync": ("grad_sync",),
+    "bucket_mb": ("bucket_cap_mb",),
     "clip": ("clip", "gradient_clipping"),
     "ac": (
         *("recompute", "recompute_every", "recompute_granularity", "recompute_method"),
