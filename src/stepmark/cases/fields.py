@@ -232,17 +232,17 @@ def given_values(case: type, options: object) -> Iterator[dict[str, Any]]:
         yield dict(zip(given, values, strict=True))
 
 
-def option_values(case: Any, told: Collection[str] = ()) -> dict[str, Any]:
+def option_values(case: Any, explicit: Collection[str] = ()) -> dict[str, Any]:
     """Return the options that give the case these fields, without those that are defaults.
 
-    told: options that are given whatever their value.
+    explicit: options that are given whatever their value.
     """
     values: dict[str, Any] = {}
     for field in declared(type(case)):
         value = getattr(case, field.attribute)
         varies = field.varies(case) if callable(field.varies) else field.varies
-        is_told = varies or value != field.default or field.option_name in told
-        if field.option and is_told and field.is_effective(case):
+        is_given = varies or value != field.default or field.option_name in explicit
+        if field.option and is_given and field.is_effective(case):
             values[field.option_name] = (value,) if field.is_swept else value
     return values
 

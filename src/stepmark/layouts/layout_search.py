@@ -31,8 +31,8 @@ from stepmark.predictions.simulation import simulate
 from stepmark.step.workload import CommOp, ComputeOp, Group
 
 _NETWORK = ("network", "gpus_per_host", "nics", "nic", "latency", "oversubscription")
-# Estimates are at most so much above simulations in 99 of 100 layouts
-# (validation/plan_estimates.py).
+# How much an estimate may be above its simulation, an assumption: means of groups are below it
+# (validation/plan_estimates.py), single layouts with one or two micro-batches are not always.
 ERROR = 0.1
 
 

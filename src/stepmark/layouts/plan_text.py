@@ -11,7 +11,7 @@ from stepmark.tables.table import Table
 
 _RARE = ("vpp", "cp", "ep")  # axes
 _MOST_REASONS = 4
-_TIE = 0.02  # of a step: closer layouts are told apart by no prediction
+_TIE = 0.02  # of a step: an assumption: predictions do not order layouts that are closer
 _AXES = ("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "recompute")
 _PARTS: dict[str, Callable[[Row], float]] = {
     "computing": lambda row: row["step_s"] - row["exposed_comm_s"] - row["bubble_s"],
@@ -20,17 +20,17 @@ _PARTS: dict[str, Callable[[Row], float]] = {
 }
 
 
-def lines_of_count(options: PlanOptions, found: LayoutSearch) -> Iterator[str]:
+def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
     """Yield the answer for one number of GPUs."""
-    best = found.rows[0]
-    yield f"{best['name']} on {found.num_gpus} {options.device}: {place(best)}"
+    best = result.rows[0]
+    yield f"{best['name']} on {result.num_gpus} {options.device}: {place(best)}"
     yield f"  {_figures(best)}"
-    yield f"  {_searched(found)}"
-    yield f"  {found.command}"
+    yield f"  {_searched(result)}"
+    yield f"  {result.command}"
     yield ""
-    shown = found.rows[: options.top]
+    shown = result.rows[: options.top]
     yield from Table(shown, columns(shown)).text()
-    yield from _why(found)
+    yield from _why(result)
 
 
 def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
@@ -78,22 +78,22 @@ def _figures(row: Row) -> str:
     return ", ".join(figures)
 
 
-def _searched(found: LayoutSearch) -> str:
-    error = max(abs(row["estimated_s"] / row["step_s"] - 1) for row in found.rows)
+def _searched(result: LayoutSearch) -> str:
+    error = max(abs(row["estimated_s"] / row["step_s"] - 1) for row in result.rows)
     return (
-        f"searched {found.num_layouts:,} layouts in {found.took_s:.0f} s: "
-        f"{found.num_too_large:,} need more memory, {len(found.rows)} simulated (estimates of "
-        f"these within {error:.1%}), others estimated"
+        f"searched {result.num_layouts:,} layouts in {result.took_s:.0f} s: "
+        f"{result.num_too_large:,} need more memory, {len(result.rows)} simulated (estimates "
+        f"of these within {error:.1%}), others estimated"
     )
 
 
-def _why(found: LayoutSearch) -> Iterator[str]:
+def _why(result: LayoutSearch) -> Iterator[str]:
     """Yield what makes the best layout faster than those that differ in one axis."""
-    best = found.rows[0]
-    ties = sum(row["step_s"] <= best["step_s"] * (1 + _TIE) for row in found.rows[1:])
+    best = result.rows[0]
+    ties = sum(row["step_s"] <= best["step_s"] * (1 + _TIE) for row in result.rows[1:])
     if ties:
         yield f"{ties} more within {_TIE:.0%} of the first: measure before you choose"
-    slower = sorted(found.neighbours.items(), key=lambda item: -item[1]["step_s"])
+    slower = sorted(result.neighbours.items(), key=lambda item: -item[1]["step_s"])
     for axis, row in slower[:_MOST_REASONS]:
         name, more = _largest(row, best)
         text = f"{axis} {row[axis]} instead of {best[axis]}: {_change(row, best)}"

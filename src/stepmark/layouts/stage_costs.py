@@ -109,7 +109,7 @@ class Estimator:
                 layer_s[Kind(kind, again)] = more - slope
             ends_s = slope - layer_s[Kind(main, again)]
 
-        # What is once a step is that beside layers that are not recomputed, if there are any.
+        # Once a step is what overlaps with layers that are not recomputed, if there are any.
         def once_s(counts: "Counter[bool]") -> float:
             of_passes = ends_s + sum(
                 count * layer_s[Kind(kind, again)] for kind, count in counts.items()

@@ -259,7 +259,7 @@ def options_of(case: TrainCase) -> TrainOptions:
     """Return the options that measure this case alone."""
     # Beside a framework's file defaults are given, too, as they win over the file's options.
     is_configured = bool(case.model_file) and not case.model_file.endswith(".json")
-    values = option_values(case, told=_OF_FILES if is_configured else ())
+    values = option_values(case, explicit=_OF_FILES if is_configured else ())
     axes = case.parallel
     # Only FSDP has copies by choice: elsewhere they are all data ranks.
     copies = ("dp_replicate",) if case.data_parallel is DataParallel.FSDP else ()
