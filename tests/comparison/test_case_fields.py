@@ -45,6 +45,7 @@ CHANGES: dict[type, tuple[AnyCase, dict[str, Any]]] = {
             "bucket_view": True,
             "tp_plan": TpPlan.WHOLE,
             "pp_split": StageSplit.EVEN,
+            "pp_stages": 3,
         },
     ),
     OpCase: (
@@ -77,12 +78,14 @@ TRAIN_LAYOUTS = tuple(
         model=dataclasses.replace(PLAIN_MODEL, tied_embeddings=False),
         data_parallel=kind,
         parallel=parallel,
+        pp_schedule=schedule,
     )
-    for kind, parallel in (
-        (DataParallel.FSDP, ParallelConfig(dp_shard=2)),
-        (DataParallel.DDP, ParallelConfig(dp_replicate=2)),
-        (DataParallel.NONE, ParallelConfig(tp=2)),
-        (DataParallel.NONE, ParallelConfig(pp=4)),
+    for kind, parallel, schedule in (
+        (DataParallel.FSDP, ParallelConfig(dp_shard=2), "1f1b"),
+        (DataParallel.DDP, ParallelConfig(dp_replicate=2), "1f1b"),
+        (DataParallel.NONE, ParallelConfig(tp=2), "1f1b"),
+        (DataParallel.NONE, ParallelConfig(pp=4), "1f1b"),
+        (DataParallel.NONE, ParallelConfig(pp=2), "interleaved"),
     )
 )
 # The method of the samples has these; a timer writes it.

@@ -53,6 +53,7 @@ CASES = [
     case(axes={"pp": 4}, reshard="no"),
     case(axes={"pp": 2}, pp_schedule="interleaved"),
     case(axes={"pp": 4}, pp_schedule="interleaved", blocks_per_group=2),
+    case(axes={"pp": 2}, pp_schedule="interleaved", pp_stages=3, mbs=6),
     case(MIXTRAL, axes={"pp": 2, "ep": 2}, pp_schedule="interleaved"),
 ]
 

@@ -367,16 +367,16 @@ def kept_passes(case: TrainCase) -> float:
     return most / (case.model.num_layers // case.parallel.pp)
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-def test_interleaved_stages_keep_the_passes_of_their_schedule(pp: int) -> None:
-    parts = 2 * pp
+@pytest.mark.parametrize(("pp", "stages"), [(2, 2), (4, 2), (2, 4)])
+def test_interleaved_stages_keep_the_passes_of_their_schedule(pp: int, stages: int) -> None:
+    parts = stages * pp
     model = dataclasses.replace(LLAMA, num_layers=8, vocab_size=512)
     plain = case(model=model, mbs=parts, parallel=ParallelConfig(pp=pp), pp_microbatches=parts)
     plain = dataclasses.replace(plain, pp_split=StageSplit.EVEN)
-    interleaved = dataclasses.replace(plain, pp_schedule="interleaved")
+    interleaved = dataclasses.replace(plain, pp_schedule="interleaved", pp_stages=stages)
     assert kept_passes(plain) == pp
     passes = kept_passes(interleaved)
-    assert passes == 1.5 * pp - 0.5
+    assert passes == ((stages + 1) * pp - 1) / stages
     one, two = (estimate(each).activations_bytes for each in (plain, interleaved))
     assert two / one == passes / pp
     assert estimate(dataclasses.replace(interleaved, pp_microbatches=0)) == estimate(

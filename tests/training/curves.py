@@ -82,6 +82,13 @@ CASES = {
     "pp x fsdp": spread(SHORT, "fsdp", pp=2, dp_shard=2),
     "pp x tp": spread(SHORT, "none", pp=2, tp=2),
     "pp, interleaved": spread(LLAMA, "fsdp", {"pp_schedule": "interleaved"}, pp=2, dp_shard=2),
+    "pp, four stages a rank": spread(
+        small("llama-3.1-8b", 6),
+        "none",
+        {"pp_schedule": "interleaved", "pp_stages": 4},
+        pp=2,
+        tp=2,
+    ),
     "ep": spread(MIXTRAL, "fsdp", ep=4, dp_shard=4),
     "ep x fsdp": spread(MIXTRAL, "fsdp", ep=2, dp_shard=4),
     "ep x hsdp": spread(MIXTRAL, "fsdp", ep=2, dp_replicate=2, dp_shard=2),

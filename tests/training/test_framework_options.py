@@ -232,6 +232,14 @@ def test_techniques_are_the_files_or_the_flags(words: str, field: str, value: ob
             {"pipeline_model_parallel_size": "2", "num_virtual_stages_per_pipeline_rank": "2"},
             {"pp_schedule": "interleaved", "pp_microbatches": 8, "pp_split": "even"},
         ),
+        (
+            {
+                "pipeline_model_parallel_size": "2",
+                "num_virtual_stages_per_pipeline_rank": "4",
+                "num_layers": "8",
+            },
+            {"pp_schedule": "interleaved", "pp_stages": 4},
+        ),
         ({"bf16": "-"}, {"precision": "fp32"}),
     ],
 )
@@ -279,7 +287,6 @@ def test_the_command_of_a_case_plans_the_same_case(words: str) -> None:
         ("megatron.sh --strategy ddp,tp", "--strategy ddp,tp is invalid: it must be one"),
         ("megatron.sh --strategy single", "megatron.sh: world-size 4 is invalid"),
         ("megatron.sh --async-tp", "--async-tp is invalid: it works only with --compile"),
-        ("vpp.sh", "vpp.sh: num-virtual-stages-per-pipeline-rank 3 is invalid"),
         ("selective.sh", "recompute-granularity selective is invalid: it must be full or none"),
         ("fp16.sh", "fp16.sh: dtype fp16 is invalid: it must be bf16 or fp32"),
         ("unknown.toml", 'unknown.toml: model.flavor "torchtitan\'s llama3 9B" is invalid'),
@@ -290,7 +297,6 @@ def test_the_command_of_a_case_plans_the_same_case(words: str) -> None:
     ],
 )
 def test_refused_by_name(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    megatron(Path("vpp.sh"), num_virtual_stages_per_pipeline_rank="3")
     megatron(Path("selective.sh"), recompute_granularity="selective")
     megatron(Path("fp16.sh"), bf16="-", fp16="")
     megatron(Path("tokenizer.sh"), vocab_size="-", tokenizer_type="HuggingFaceTokenizer")

@@ -93,6 +93,9 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "tp of whole logits": made(HEADS, "none", TWICE, WHOLE, tp=2),
         "1f1b": made(SHORT, "none", parts(4), pp=2),
         "interleaved": made(LLAMA, "none", INTERLEAVED, parts(8), pp=2),
+        "interleaved, four a rank": made(
+            DEEP, "none", INTERLEAVED, {"pp_stages": 4}, parts(8), pp=2
+        ),
         "gpipe": made(SHORT, "none", parts(4), pp=2),
         "ep": made(MOE, "fsdp", ep=2, dp_shard=2),
     },

@@ -48,6 +48,10 @@ _OWN_TABLE = Need(
 _DDP = Need(words="--strategy ddp", is_met=lambda case: case.data_parallel is DataParallel.DDP)
 _TENSOR = Need(words="tensor parallelism (--tp)", is_met=lambda case: case.parallel.tp > 1)
 _PIPELINE = Need(words="pipeline stages (--pp)", is_met=lambda case: case.parallel.pp > 1)
+_INTERLEAVED = Need(
+    words="--pp-schedule interleaved",
+    is_met=lambda case: case.parallel.pp > 1 and case.pp_schedule == "interleaved",
+)
 
 
 def _splits_differ(case: "TrainCase") -> bool:
@@ -268,6 +272,15 @@ class TrainCase:
         group="Settings of one strategy",
         needs=_PIPELINE,
     )
+    pp_stages: int = field_of(
+        Role.SETTING,
+        2,
+        "interleaved stages of a rank [2]",
+        reads=Annotated[int, between(2, 64)],
+        group="Settings of one strategy",
+        needs=_INTERLEAVED,
+        words="{} stages a rank",
+    )
     # 0: as many as stages.
     pp_microbatches: int = field_of(
         Role.SETTING,
@@ -346,8 +359,8 @@ class TrainCase:
 
     @property
     def num_stages(self) -> int:
-        """Return the pipeline stages, of which a rank has two where they are interleaved."""
-        return self.parallel.pp * (2 if self.pp_schedule == "interleaved" else 1)
+        """Return the pipeline stages, of which a rank has several if they are interleaved."""
+        return self.parallel.pp * (self.pp_stages if self.pp_schedule == "interleaved" else 1)
 
     @property
     def num_microbatches(self) -> int:

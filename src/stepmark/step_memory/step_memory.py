@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import accumulate
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import GradSync, Precision, Recompute
@@ -82,12 +83,13 @@ class StepMemory:
     # Start
 
     def _divide(self) -> list[list[FsdpUnit]]:
-        """Return the units of each stage of this rank; interleaved ones are two."""
-        if self._case.num_stages == self._case.parallel.pp:
-            return [self._units]
-        middle = len(self._case.stage_layers[self._stage])
-        middle += self._units[0].name == "embedding"
-        return [self._units[:middle], self._units[middle:]]
+        """Return the units of each stage of this rank, as many as have layers or ends."""
+        pp = self._case.parallel.pp
+        sizes = [len(layers) for layers in self._case.stage_layers[self._stage :: pp]]
+        sizes[0] += self._units[0].name == "embedding"
+        sizes[-1] += self._units[-1].name == "output"
+        ends = list(accumulate(sizes))
+        return [self._units[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def _start(self) -> None:
         case = self._case

@@ -253,7 +253,7 @@ class _Reading:
         if "ac" not in self.given and "sac_freq" not in self.given:
             techniques["ac"] = self._checkpointing()
         if "pp_schedule" not in self.given:
-            techniques["pp_schedule"] = self._schedule()
+            techniques |= self._schedule()
         if "precision" not in self.given and not options.fp8:
             techniques |= self._precision(options)
         if backend := self.texts.get("attention_backend"):
@@ -281,16 +281,16 @@ class _Reading:
                 raise self._refused(name, f"{value}, as train recomputes; or give --ac")
         return recompute
 
-    def _schedule(self) -> str:
+    def _schedule(self) -> Options:
         texts = self.texts
-        if (chunks := texts.get(_CHUNKS, "1")) not in ("1", "2"):
-            raise self._refused(_CHUNKS, "1 or 2, the stages of a rank that train has")
+        chunks = texts.get(_CHUNKS, "1")
         schedule = texts.get("pp_schedule", "1f1b" if chunks == "1" else "interleaved")
         if schedule == "gpipe":
             raise self._refused("pp_schedule", "1F1B or Interleaved1F1B; or give --pp-schedule")
-        if schedule == "interleaved" and texts.get("pp_stages", "2") != "2":
-            raise self._refused("pp_stages", "2, the stages of a rank that train has")
-        return schedule
+        if schedule != "interleaved":
+            return {"pp_schedule": schedule}
+        stages = texts.get("pp_stages", "2") if chunks == "1" else chunks
+        return {"pp_schedule": schedule, "pp_stages": stages}
 
     def _precision(self, options: TrainOptions) -> dict[str, object]:
         """Return the precision of weights and products. Raises ConfigError."""

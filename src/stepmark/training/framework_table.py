@@ -23,7 +23,8 @@ USED: Mapping[str, tuple[str, ...]] = {
     "mbs": ("mbs",),
     "grad_accum": ("gbs", "grad_accum"),
     "pp_microbatches": ("pp_microbatches",),
-    "pp_schedule": ("pp_schedule", "virtual_pipeline_model_parallel_size", "pp_stages"),
+    "pp_schedule": ("pp_schedule",),
+    "pp_stages": ("virtual_pipeline_model_parallel_size", "pp_stages"),
     "pp_split": (
         "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split",

@@ -252,7 +252,10 @@ class CalibrateOptions(CaseOptions, MeasureOptions):
 
 
 # Options with a default of their own that a framework's file may give, too.
-_OF_FILES = ("clip", "attention", "pp_schedule", "pp_microbatches", "pp_split")
+_OF_FILES = (
+    *("clip", "attention"),
+    *("pp_schedule", "pp_stages", "pp_microbatches", "pp_split"),
+)
 
 
 def options_of(case: TrainCase) -> TrainOptions:

@@ -112,8 +112,9 @@ def _batches(options: TrainOptions, parallel: ParallelConfig) -> list[int]:
     unit = 1
     if parallel.pp > 1:  # a pipeline divides a micro-batch into parts
         (values,) = given_values(TrainCase, options)
-        stages = parallel.pp * (2 if values.get("pp_schedule") == "interleaved" else 1)
-        unit = values.get("pp_microbatches") or stages
+        is_interleaved = values.get("pp_schedule") == "interleaved"
+        stages = values.get("pp_stages", 2) if is_interleaved else 1
+        unit = values.get("pp_microbatches") or parallel.pp * stages
     return [unit * count for count in _BATCHES] if options.find_batch else [unit]
 
 

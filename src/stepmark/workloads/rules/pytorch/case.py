@@ -106,6 +106,7 @@ def settings_of(case: TrainCase) -> PyTorch:
         recompute_some=case.recompute_blocks[0],
         recompute_every=case.recompute_blocks[1],
         pp_schedule=Schedule(case.pp_schedule),
+        pp_stages=case.pp_stages,
         pp_microbatches=case.num_microbatches,
         pp_split=case.pp_split,
     )
