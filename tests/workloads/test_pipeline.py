@@ -20,12 +20,14 @@ from stepmark.step.workload import (
     Workload,
     parse_after,
 )
+from stepmark.step_memory.rank_memory import ChunkMemory, fullest
 from stepmark.workloads.pipeline import (
     Act,
     Action,
     Pipeline,
     Span,
     moved,
+    passes,
     program,
     schedule,
 )
@@ -301,6 +303,25 @@ def test_order_of_a_larger_group() -> None:
     passes = [one for one in flat(schedule(pipeline, 0)) if one.act is Act.FORWARD]
     assert [one.microbatch for one in passes] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
     assert [one.chunk for one in passes] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+
+
+@given(pipelines(), st.data())
+def test_passes_need_the_memory_of_the_schedule(
+    pipeline: Pipeline, data: st.DataObject
+) -> None:
+    stage = data.draw(st.integers(0, pipeline.num_stages - 1))
+    sizes = st.integers(0, 9)
+    chunks = [
+        ChunkMemory(saved=data.draw(sizes), working=data.draw(sizes), head=data.draw(sizes))
+        for _ in range(pipeline.num_chunks)
+    ]
+    done = [
+        (action.chunk, action.act is Act.FORWARD)
+        for action in apart(flat(schedule(pipeline, stage)))
+        if action.act in (Act.FORWARD, Act.BACKWARD)
+    ]
+    peak = fullest(done, chunks)
+    assert sum(fullest(passes(pipeline, stage), chunks).values()) == sum(peak.values())
 
 
 def combining() -> st.SearchStrategy[Pipeline]:

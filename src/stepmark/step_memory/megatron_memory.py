@@ -18,8 +18,7 @@ sequence parallelism, its sum is that of Korthikanti et al. (arXiv:2205.05198, e
 (34 s b h + 5 a s^2 b) / t with stored scores and dropout, 32 s b h / t with neither.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +31,7 @@ from stepmark.step_memory.rank_memory import (
     with_fragments,
 )
 from stepmark.workloads.job import Job
-from stepmark.workloads.pipeline import Act, Pipeline, schedule
+from stepmark.workloads.pipeline import Pipeline, passes
 from stepmark.workloads.rules.megatron import gradients, narrow
 from stepmark.workloads.rules.megatron.chunk import (
     has_experts,
@@ -83,8 +82,7 @@ def _stage(
     state["gradients_bytes"] += (
         layers.others.grad_bytes * state["weights_bytes"] // plan.job.dtype.itemsize
     )
-    passes = list(_passes(pipeline, stage))
-    peak = fullest(passes, [layers.chunk(chunk) for chunk in chunks])
+    peak = fullest(passes(pipeline, stage), [layers.chunk(chunk) for chunk in chunks])
     return RankMemory(
         stage=stage,
         **state,
@@ -123,18 +121,6 @@ def _narrow_copies(plan: Plan, params: Iterable[gradients.Param]) -> int:
         return 0
     copies = 2 * products.gathered_bytes(count)
     return copies - (plan.job.dtype.itemsize * count if narrow.gathers_fp8(plan) else 0)
-
-
-def _passes(pipeline: Pipeline, stage: int) -> Iterator[tuple[int, bool]]:
-    """Yield a stage's passes; repetitions of a steady state need no more memory."""
-    for span in schedule(pipeline, stage):
-        for action in itertools.chain(*span.ticks * min(span.times, 2)):
-            if action.act in (Act.FORWARD, Act.COMBINED):
-                yield action.chunk, True
-            if action.act is Act.BACKWARD:
-                yield action.chunk, False
-            if action.act is Act.COMBINED:
-                yield action.backward_chunk, False
 
 
 @dataclass(frozen=True)

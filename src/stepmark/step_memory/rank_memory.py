@@ -1,6 +1,6 @@
 """Bytes of a training step on one rank, by purpose, when most are allocated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 
@@ -57,19 +57,19 @@ class ChunkMemory:
 
 
 def fullest(
-    passes: Sequence[tuple[int, bool]], chunks: Sequence[ChunkMemory]
+    passes: Iterable[tuple[int, bool]], chunks: Sequence[ChunkMemory]
 ) -> Mapping[str, int]:
     """Return activations, working and head bytes when they are most, over a stage's passes.
 
     passes: (chunk, whether it is a forward pass), in the order in which they run.
     """
     saved = 0
-    most: dict[str, int] = {"activations": 0, "working": 0, "head": 0}
+    most = (0, 0, 0)
     for number, is_forward in passes:
         chunk = chunks[number]
         saved += chunk.saved if is_forward else 0
         working = 0 if is_forward else max(0, chunk.working - chunk.head)
-        now = {"activations": saved, "working": working, "head": chunk.head}
-        most = max(most, now, key=lambda each: sum(each.values()))
+        if saved + working + chunk.head > sum(most):
+            most = saved, working, chunk.head
         saved -= 0 if is_forward else chunk.saved
-    return most
+    return dict(zip(("activations", "working", "head"), most, strict=True))

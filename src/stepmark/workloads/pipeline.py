@@ -247,6 +247,21 @@ def schedule(
     return tuple(_plain(pipeline, stage, reduces))
 
 
+def passes(pipeline: Pipeline, stage: int) -> Iterator[tuple[int, bool]]:
+    """Yield the chunk of each pass of a stage in order, and whether it is a forward one.
+
+    Of a steady state there are only as many as decide how much memory is needed.
+    """
+    if pipeline.num_chunks == 1:
+        warmup = pipeline.num_warmup(stage)
+        yield from [(0, True)] * warmup
+        if warmup < pipeline.num_microbatches:
+            yield from ((0, True), (0, False))
+        yield from [(0, False)] * warmup
+        return
+    yield from _Interleaved(pipeline, stage, gathers=False, reduces=False).passes()
+
+
 def _plain(pipeline: Pipeline, stage: int, reduces: bool) -> Iterator[Span]:
     """Yield 1F1B; with one stage it alternates between forward and backward."""
     first = stage == 0
@@ -357,6 +372,19 @@ class _Interleaved:
         if self.reduces and not self.is_first:  # aligned with the last passes of earlier stages
             spans.append(Span(ticks=((Action(act=Act.REDUCE, chunk=0),),)))
         return tuple(span for span in spans if any(span.ticks))
+
+    def passes(self) -> Iterator[tuple[int, bool]]:
+        warmup = self.pipeline.num_warmup(self.stage)
+        remaining = self.total - warmup
+        regular, rest = self.bounds
+        steady = (*range(min(rest, regular + 2 * self.period)), *range(rest, remaining))
+        for number in range(warmup):
+            yield self.place(number, forward=True)[0], True
+        for number in steady:
+            yield self.place(number + warmup, forward=True)[0], True
+            yield self.place(number, forward=False)[0], False
+        for number in range(remaining, self.total):
+            yield self.place(number, forward=False)[0], False
 
     @property
     def period(self) -> int:
