@@ -75,7 +75,7 @@ def transcribe(lines: list[str]) -> str:
         (folder / "steps").mkdir()
         (folder / "steps" / STEPS).symlink_to(ROOT / "results" / STEPS)
         # A trace is read once for all commands.
-        patch.setattr(trace_files, "_cores", lambda: 1)
+        patch.setattr(trace_files, "cores", lambda: 1)
         patch.setattr(trace_files, "read_trace", functools.cache(read_trace))
         patch.setattr(waiting, "_PATIENCE_S", 1e6)  # no line that depends on how long it takes
         variables = _variables_read(patch)

@@ -15,8 +15,9 @@ from statistics import fmean
 
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
-from stepmark.layouts.layout_search import Cluster
+from stepmark.layouts.cluster import Cluster
 from stepmark.layouts.layout_space import LayoutSpace
+from stepmark.layouts.least_memory import least_bytes
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.stage_costs import Estimator
 from stepmark.predictions.framework_job import basis_of
@@ -72,13 +73,13 @@ def main() -> None:
         (gpus,) = options.gpus
         cluster = Cluster(options, gpus)
         space = LayoutSpace(options=options, num_gpus=gpus, gpus_per_host=cluster.gpus_per_host)
-        layouts = [*space.layouts()]
+        layouts = [*space.layouts([*space.axes()])]
         rng.shuffle(layouts)
         estimator = Estimator(cluster.seconds, cluster.send_s)
         times = list[tuple[float, float]]()
         for layout in layouts:
             try:
-                if layout.least_bytes > cluster.device.hbm_bytes:
+                if least_bytes(layout) > cluster.device.hbm_bytes:
                     continue
                 if layout.needed_bytes > cluster.device.hbm_bytes:
                     continue

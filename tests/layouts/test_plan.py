@@ -13,13 +13,16 @@ import pytest
 from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
-from stepmark.layouts.layout_search import Cluster, search
+from stepmark.layouts.cluster import Cluster
+from stepmark.layouts.layer_kinds import stages_of
+from stepmark.layouts.layout_search import search
 from stepmark.layouts.layout_space import LayoutSpace
+from stepmark.layouts.least_memory import least_bytes
 from stepmark.layouts.plan import lines as plan_lines
 from stepmark.layouts.plan import plan
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
-from stepmark.layouts.stage_costs import Estimator, stages_of
+from stepmark.layouts.stage_costs import Estimator
 
 SMALL: dict[str, Any] = {
     "models": ("llama-3.1-8b",),
@@ -39,7 +42,8 @@ def options(**changes: Any) -> PlanOptions:
 
 def layouts(own: PlanOptions) -> list[Candidate]:
     (count,) = own.gpus
-    return [*LayoutSpace(options=own, num_gpus=count, gpus_per_host=8).layouts()]
+    space = LayoutSpace(options=own, num_gpus=count, gpus_per_host=8)
+    return [*space.layouts([*space.axes()])]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +61,7 @@ def test_estimates_are_close_to_simulations(own: PlanOptions) -> None:
     drawn = random.Random(5).sample(layouts(own), 3)
     for candidate in drawn:
         estimate_s = estimator.step_s(candidate)
-        step_s = cluster.row(candidate, estimate_s)["step_s"]
+        step_s = cluster.predicted(candidate).step_s
         assert estimate_s == pytest.approx(step_s, rel=0.2), candidate.options
 
 
@@ -75,7 +79,7 @@ def test_estimates_of_many_micro_batches_are_the_simulations() -> None:
     estimator = Estimator(cluster.seconds, cluster.send_s)
     for candidate in random.Random(1).sample(layouts(own), 5):
         estimate_s = estimator.step_s(candidate)
-        assert estimate_s == pytest.approx(cluster.row(candidate, 0.0)["step_s"], rel=0.03)
+        assert estimate_s == pytest.approx(cluster.predicted(candidate).step_s, rel=0.03)
 
 
 def test_the_best_is_the_fastest_that_fits() -> None:
@@ -90,12 +94,12 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     cluster = Cluster(own, 16)
     assert cluster.device.hbm_bytes
     fits = [
-        cluster.row(each, 0.0)
+        cluster.predicted(each).step_s
         for each in layouts(own)
         if each.needed_bytes <= own.memory * cluster.device.hbm_bytes
     ]
     found = search(dataclasses.replace(own, top=3), 16)
-    assert found.rows[0]["step_s"] == min(row["step_s"] for row in fits)
+    assert found.rows[0]["step_s"] == min(fits)
     assert found.num_layouts == len(layouts(own)) > len(fits)
     assert found.num_too_large > 0
     assert all(row["verdict"] == "fits" for row in found.rows)
@@ -135,7 +139,7 @@ def test_every_layout_is_a_step_of_its_framework() -> None:
 def test_the_bound_of_memory_is_one() -> None:
     own = options(models=("qwen3-30b-a3b",), gpus=(32,), gbs=64)
     for candidate in random.Random(3).sample(layouts(own), 10):
-        assert candidate.least_bytes <= candidate.memory.allocated_bytes, candidate.options
+        assert least_bytes(candidate) <= candidate.memory.reserved_bytes, candidate.options
 
 
 def test_ranges_are_the_layouts() -> None:
@@ -188,7 +192,7 @@ def test_the_answer_comes_first() -> None:
     [
         ({"gbs": 7, "tp": (1,), "pp": (1,)}, "gbs", "multiple of the data ranks"),
         ({"device": "h1000"}, "device", ""),
-        ({"models": ("llama-3.1-405b",), "gpus": (8,)}, "gpus", "alone need"),
+        ({"models": ("llama-3.1-405b",), "gpus": (8,)}, "gpus", "layouts need"),
         ({"tp": (3,)}, "gbs", "multiple of the data ranks"),
         ({"models": ("nothing",)}, "model", ""),
         ({"network": "nowhere"}, "network", ""),

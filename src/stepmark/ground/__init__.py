@@ -10,6 +10,7 @@
 - files.py, read_text.py, json_text.py, reading.py: write files, read text, JSON and tables.
 - grouping.py: items by a key.
 - processes.py, signals.py, outer_launcher.py: processes, Ctrl-C, torchrun and srun.
+- workers.py: work in several processes of the program.
 - streams.py: standard streams that are closed, full or broken.
 - waiting.py, garbage.py: progress on stderr; no search for reference cycles while much is read.
 """

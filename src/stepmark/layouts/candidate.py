@@ -14,9 +14,6 @@ from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron.settings import Granularity
 
-_MIXED_BYTES = 6  # of a parameter: weight in 16 bits, gradient in 32
-_STATE_BYTES = 12  # in 32 bits: weight and two moments
-
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -51,25 +48,6 @@ class Candidate:
     def memory(self) -> RankMemory:
         """The memory of the fullest rank. Raises ConfigError."""
         return workload_memory.of_job(self.framework, self.job, self.settings)[0]
-
-    @property
-    def least_bytes(self) -> float:
-        """Bytes of weights and optimizer of a rank, at least; of Megatron-LM gradients, too.
-
-        FSDP's gradients come and go.
-        """
-        model, axes = self.job.model, self.parallel
-        shards = axes.gradient_ranks * axes.tp / axes.dp_replicate
-        states = _STATE_BYTES * model.num_params / (axes.pp * shards)
-        if not self.is_megatron:
-            return states
-        experts = 0.0
-        if model.moe:
-            of_others = model.layer_params(moe=True) - model.layer_params(moe=True, active=True)
-            share = model.moe.num_experts / max(1, model.moe.num_experts - model.moe.top_k)
-            experts = model.num_moe_layers * of_others * share
-        own = (model.num_params - experts) / axes.tp + experts / axes.ep
-        return _MIXED_BYTES * own / axes.pp + states
 
     @property
     def recompute(self) -> str:

@@ -1,247 +1,234 @@
 """The search of a layout: what may fit is estimated, and the best are simulated."""
 
-import dataclasses
 import math
 import shlex
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.grouping import group_by
 from stepmark.ground.options import argv
 from stepmark.ground.units import format_bytes
 from stepmark.ground.waiting import Waiting
-from stepmark.layouts.candidate import Candidate
-from stepmark.layouts.layout_space import LayoutSpace
+from stepmark.ground.workers import Workers, cores
+from stepmark.layouts.cluster import Cluster
+from stepmark.layouts.layout_space import Axes, LayoutSpace
+from stepmark.layouts.layout_work import Estimated, Searcher, Share, Simulated, TooLarge
 from stepmark.layouts.plan_options import PlanOptions
-from stepmark.layouts.stage_costs import Estimator, Seconds
-from stepmark.model.device import DeviceSpec, find_device_by_alias, unknown_device
-from stepmark.model.network import Network
-from stepmark.model.systems import IN_HOST, network_of
-from stepmark.predictions import framework_job
-from stepmark.predictions.comm import CommCosts
+from stepmark.predictions.factors import Anchored
 from stepmark.predictions.framework_job import FrameworkJob
-from stepmark.predictions.inputs import no_host
-from stepmark.predictions.predict import costs_of, of_job
-from stepmark.predictions.predict_inputs import inputs_of
-from stepmark.predictions.prediction_grid import Row, row_of
-from stepmark.predictions.simulation import simulate
-from stepmark.step.workload import CommOp, ComputeOp, Group
+from stepmark.predictions.prediction_grid import Row
 
-_NETWORK = ("network", "gpus_per_host", "nics", "nic", "latency", "oversubscription")
 # How much an estimate may be above its simulation, an assumption: means of groups are below it
 # (validation/plan_estimates.py), single layouts with one or two micro-batches are not always.
 ERROR = 0.1
+_MOST_SIMULATED = 200
+_IN_PLACE = 8  # shares of axes that one process estimates faster than several
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSearch:
     """Layouts for a number of GPUs that were simulated, the fastest first.
 
-    jobs: their options of `stepmark predict`. neighbours: layouts that differ from the best in
-    one axis each, of each axis the fastest. num_layouts: of all; num_too_large: of those,
-    layouts that need more memory than allowed, as far as they were looked at.
+    neighbours: layouts that differ from the best in one axis each, of each axis the fastest.
+    estimates: of all layouts that may fit: seconds and least bytes. num_layouts: of all;
+    num_too_large: of those, layouts that need more memory than allowed, as far as they were
+    looked at. errors: of layouts whose step has no time.
     """
 
-    num_gpus: int
-    rows: Sequence[Row]
-    jobs: Sequence[FrameworkJob]
-    neighbours: Mapping[str, Row]
+    cluster: Cluster
+    simulated: Sequence[Simulated]
+    neighbours: Mapping[str, Simulated]
+    estimates: Sequence[Estimated]
     num_layouts: int
     num_too_large: int
+    errors: Sequence[ConfigError]
     took_s: float
+
+    @property
+    def num_gpus(self) -> int:
+        return self.cluster.num_gpus
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The simulated layouts. is_pareto: no other one is faster with less memory."""
+        rows = [each.row for each in self.simulated]
+        least = [math.inf, *accumulate((row["reserved_bytes"] for row in rows), min)]
+        return [
+            row | {"is_pareto": row["reserved_bytes"] < before}
+            for row, before in zip(rows, least, strict=False)
+        ]
+
+    @property
+    def best(self) -> Simulated:
+        return self.simulated[0]
+
+    def job(self, number: int) -> FrameworkJob:
+        """Return the options of `stepmark predict` of a simulated layout."""
+        return self.cluster.job(self.simulated[number].candidate)
 
     @property
     def command(self) -> str:
         """Return the command that predicts the best layout."""
-        return f"stepmark predict {shlex.join(argv(self.jobs[0]))}"
+        return f"stepmark predict {shlex.join(argv(self.job(0)))}"
 
 
-@dataclass
-class Cluster:
-    """The device and its links."""
-
-    options: PlanOptions
-    num_gpus: int
-
-    @cached_property
-    def device(self) -> DeviceSpec:
-        device = find_device_by_alias(self.options.device)
-        if device is None:
-            raise unknown_device(self.options.device)
-        if device.hbm_bytes is None:
-            raise ConfigError("device", device.key, "one whose memory is known")
-        return device
-
-    @cached_property
-    def network(self) -> Network | None:
-        return network_of(self.device, self.num_gpus, self.options)
-
-    @cached_property
-    def comm(self) -> CommCosts:
-        return CommCosts((), self.network, self.num_gpus)
-
-    @property
-    def gpus_per_host(self) -> int:
-        return self.network.gpus_per_host if self.network else IN_HOST
-
-    def job(self, candidate: Candidate) -> FrameworkJob:
-        """Return the options with which `stepmark predict` predicts a layout."""
-        cls = framework_job.options_class(candidate.framework)
-        names = {field.name for field in dataclasses.fields(cls)}
-        of_cluster = {
-            name: getattr(self.options, name)
-            for name in (*_NETWORK, "reduction", "device", "host", "tokens", "price")
-        }
-        values = {**of_cluster, **candidate.options}
-        values["nproc"] = values.pop("world_size")
-        given = {name: value for name, value in values.items() if value is not None}
-        return cls(models=self.options.models, **{n: v for n, v in given.items() if n in names})
-
-    def seconds(self, candidate: Candidate) -> Seconds:
-        """Return the time of a step of a few layers. Raises ConfigError."""
-        workload = candidate.workload()
-        job = self.job(candidate)
-        if workload.world_size == 1:  # without links
-            unused: dict[str, Any] = dict.fromkeys((*_NETWORK, "reduction"))
-            job = replace(job, **unused)
-        inputs = inputs_of(framework_job.basis_of(job), workload)
-        costs, _ = costs_of(inputs)
-        host_s = sum(
-            count
-            * (costs.compute(op).host_s if isinstance(op, ComputeOp) else costs.host_comm_s(op))
-            for op, count in workload.issued().items()
-        )
-        ahead, _ = costs_of(replace(inputs, host_s=no_host))
-        return Seconds(simulate(workload, ahead).step_s, host_s)
-
-    def send_s(self, op: CommOp, group: Group) -> float:
-        """Return the seconds of a message between stages."""
-        return self.comm(op, group)
-
-    def row(self, candidate: Candidate, estimate_s: float) -> Row:
-        """Return the row of a layout, simulated as `stepmark predict` does."""
-        prediction = of_job(self.job(candidate), make=lambda *_: candidate.workload())
-        return {
-            "gpus": self.num_gpus,
-            **candidate.axes,
-            "dp": candidate.parallel.data_ranks,
-            **row_of(prediction.figures()),
-            "estimated_s": estimate_s,
-        }
-
-
-def search(options: PlanOptions, num_gpus: int) -> LayoutSearch:
+def search(
+    options: PlanOptions, num_gpus: int, anchored: Anchored | None = None
+) -> LayoutSearch:
     """Return the best layouts for a number of GPUs. Raises ConfigError."""
     began_s = time.monotonic()
-    cluster = Cluster(options, num_gpus)
+    cluster = Cluster(options, num_gpus, anchored)
     space = LayoutSpace(options=options, num_gpus=num_gpus, gpus_per_host=cluster.gpus_per_host)
-    assert cluster.device.hbm_bytes is not None
-    most_bytes = options.memory * cluster.device.hbm_bytes
-    with Waiting(f"looking for layouts of {num_gpus} GPUs"):
-        layouts = [*space.layouts()]
-        smaller = [each for each in layouts if each.least_bytes <= most_bytes]
-    if not layouts:
-        raise _none(space)
-    estimator = Estimator(cluster.seconds, cluster.send_s)
-    errors: list[ConfigError] = []
-    with Waiting(f"estimating {len(smaller)} layouts"):
-        estimates = [*_estimates(estimator, smaller, errors)]
-    simulated: list[tuple[Row, Candidate]] = []
-    too_large: list[Candidate] = []
-    with Waiting("simulating the best layouts"):
-        for estimate_s, number in sorted(estimates):
-            best_s = min((row["step_s"] for row, _ in simulated), default=math.inf)
-            if len(simulated) >= options.top and estimate_s * (1 - ERROR) > best_s:
-                break
-            candidate = smaller[number]
-            if candidate.needed_bytes > most_bytes:
-                too_large.append(candidate)
-                continue
-            try:
-                simulated.append((cluster.row(candidate, estimate_s), candidate))
-            except ConfigError as error:  # as messages that do not divide
-                errors.append(error)
-    if not simulated:
-        if errors and not too_large:
-            raise errors[0]
-        raise _too_large(options, most_bytes, layouts, too_large)
-    simulated.sort(key=lambda pair: pair[0]["step_s"])
-    best = simulated[0][1]
-    fits = (
-        (estimate_s, smaller[number])
-        for estimate_s, number in sorted(estimates)
-        if smaller[number].framework == best.framework
-        and smaller[number].needed_bytes <= most_bytes
-    )
-    with Waiting("simulating layouts like the best"):
-        neighbours = {
-            axis: cluster.row(candidate, estimate_s)
-            for axis, (estimate_s, candidate) in _neighbours(best, fits).items()
-        }
+    assert cluster.most_bytes  # raises ConfigError for another device
+    # Layouts of a share have steps of few layers in common.
+    shares = group_by(space.axes(), lambda axes: (axes.tp, axes.cp, axes.ep, axes.mbs))
+    count = options.jobs or cores()
+    with Workers(count if len(shares) > _IN_PLACE else 1, Searcher(cluster)) as workers:
+        try:
+            own = _Search(options=options, cluster=cluster, workers=workers)
+            own.estimate([*shares.values()])
+            own.simulate()
+            neighbours = own.neighbours()
+        except BrokenProcessPool:
+            allowed = "as many as there is memory for: a process of the search ended"
+            raise ConfigError("jobs", count, allowed) from None
     return LayoutSearch(
-        num_gpus=num_gpus,
-        rows=[row for row, _ in simulated],
+        cluster=cluster,
+        simulated=own.simulated,
         neighbours=neighbours,
-        jobs=[cluster.job(candidate) for _, candidate in simulated],
-        num_layouts=len(layouts),
-        num_too_large=len(layouts) - len(smaller) + len(too_large),
+        estimates=own.estimated,
+        num_layouts=own.num_layouts,
+        num_too_large=own.num_too_large,
+        errors=own.errors,
         took_s=time.monotonic() - began_s,
     )
 
 
-def _estimates(
-    estimator: Estimator, layouts: Sequence[Candidate], errors: list[ConfigError]
-) -> Iterator[tuple[float, int]]:
-    """Yield the estimates of layouts with their numbers. errors: of those that are refused."""
-    for number, layout in enumerate(layouts):
-        try:
-            yield estimator.step_s(layout), number
-        except ConfigError as error:  # as messages that do not divide
-            errors.append(error)
+@dataclass(kw_only=True)
+class _Search:
+    """The state of a search. estimated: the fastest first; a position is of this list."""
 
+    options: PlanOptions
+    cluster: Cluster
+    workers: Workers[Searcher]
+    estimated: list[Estimated] = field(default_factory=list)
+    num_layouts: int = 0
+    num_too_large: int = 0
+    _results: dict[int, Simulated | TooLarge | ConfigError] = field(default_factory=dict)
+    _least_bytes: float = math.inf  # of layouts that cannot fit
+    errors: list[ConfigError] = field(default_factory=list)
 
-def _neighbours(
-    best: Candidate, layouts: Iterable[tuple[float, Candidate]]
-) -> dict[str, tuple[float, Candidate]]:
-    """Return the first layout that differs from the best in one axis, by this axis."""
-    neighbours: dict[str, tuple[float, Candidate]] = {}
-    for estimate_s, candidate in layouts:
-        own = candidate.axes
-        changed = [axis for axis, value in best.axes.items() if own[axis] != value]
-        if len(changed) == 1:
-            neighbours.setdefault(changed[0], (estimate_s, candidate))
-    return neighbours
+    @property
+    def simulated(self) -> list[Simulated]:
+        """Return the simulated layouts, the fastest first."""
+        own = [each for each in self._results.values() if isinstance(each, Simulated)]
+        return sorted(own, key=lambda each: float(each.row["step_s"]))
 
+    def estimate(self, axes: Sequence[Sequence[Axes]]) -> None:
+        """Estimate all layouts. Raises ConfigError where there is none."""
+        results = self.workers.map(Searcher.share, axes)
+        with Waiting(f"estimating layouts of {self.cluster.num_gpus} GPUs"):
+            shares: list[Share] = list(results)
+        self.num_layouts = sum(share.num_layouts for share in shares)
+        self.num_too_large = sum(share.num_too_large for share in shares)
+        if not self.num_layouts:
+            refused = [share.refused for share in shares if share.refused]
+            raise refused[0] if refused else self._no_batch()
+        self.estimated = sorted(
+            (each for share in shares for each in share.estimated), key=lambda own: own.step_s
+        )
+        self._least_bytes = min(share.least_bytes for share in shares)
+        self.errors = [error for share in shares for error in share.errors]
 
-def _none(space: LayoutSpace) -> ConfigError:
-    """Return why there is no layout."""
-    if space.refused:
-        return space.refused[0]
-    options = space.options
-    allowed = (
-        f"one that layouts of {space.num_gpus} GPUs divide: a multiple of the data ranks and "
-        "micro-batches of one of them"
-    )
-    return ConfigError("gbs", options.gbs, allowed)
+    def simulate(self) -> None:
+        """Simulate while another layout may be the best. Raises ConfigError if none fits."""
+        with Waiting("simulating the best layouts"):
+            position = 0
+            while worth := self._worth(position):
+                self._take(worth)
+                position = worth[-1] + 1
+            self._take(self._front())
+        if not self.simulated:
+            raise self._none() if self._least_bytes < math.inf else self.errors[0]
 
+    def _worth(self, first: int) -> list[int]:
+        """Return the next position for each process, of layouts that may be the best."""
+        done = self.simulated
+        best_s = float(done[0].row["step_s"]) if done else math.inf
+        last = min(first + self.workers.count, len(self.estimated))
+        if len(done) >= max(self.options.top, _MOST_SIMULATED):
+            return []
+        return [
+            position
+            for position in range(first, last)
+            if len(done) + position - first < self.options.top
+            or self.estimated[position].step_s * (1 - ERROR) <= best_s
+        ]
 
-def _too_large(
-    options: PlanOptions,
-    most_bytes: float,
-    layouts: Sequence[Candidate],
-    derived: Sequence[Candidate],
-) -> ConfigError:
-    """Return that no layout fits. derived: those whose memory is known."""
-    if derived:
-        needs = f"layouts need {format_bytes(min(each.needed_bytes for each in derived))}"
-    else:
-        least = min(each.least_bytes for each in layouts)
-        needs = f"weights and optimizer states alone need {format_bytes(round(least))}"
-    allowed = (
-        f"more GPUs, or ones with more memory: {needs} of a GPU at least, which may give "
-        f"{format_bytes(round(most_bytes))}"
-    )
-    return ConfigError("gpus", options.gpus[0], allowed)
+    def _take(self, positions: Iterable[int]) -> None:
+        """Simulate layouts that are not yet."""
+        new = [position for position in positions if position not in self._results]
+        layouts = [self.estimated[position] for position in new]
+        results = self.workers.map(Searcher.simulated, layouts)
+        self._results |= zip(new, results, strict=True)
+        for position in new:
+            result = self._results[position]
+            if isinstance(result, TooLarge):
+                self.num_too_large += 1
+                self._least_bytes = min(self._least_bytes, result.needed_bytes)
+            elif isinstance(result, ConfigError):
+                self.errors.append(result)
+
+    def _front(self) -> Iterator[int]:
+        """Yield layouts than which no other one is faster with less memory, by estimate."""
+        least = math.inf
+        for position, layout in enumerate(self.estimated):
+            if layout.least_bytes < least:
+                least = layout.least_bytes
+                yield position
+
+    def neighbours(self) -> dict[str, Simulated]:
+        """Return the fastest layout that differs from the best in one axis, by this axis."""
+        best = self.simulated[0].candidate.axes
+        waiting: dict[str, list[int]] = defaultdict(list)
+        for position, layout in enumerate(self.estimated):
+            own = layout.candidate.axes
+            changed = [axis for axis, value in best.items() if own[axis] != value]
+            if len(changed) == 1:
+                waiting[changed[0]].append(position)
+        neighbours: dict[str, Simulated] = {}
+        with Waiting("simulating layouts like the best"):
+            while waiting:
+                self._take(positions[0] for positions in waiting.values())
+                for axis, positions in [*waiting.items()]:
+                    result = self._results[positions.pop(0)]
+                    if isinstance(result, Simulated):
+                        neighbours[axis] = result
+                    if axis in neighbours or not positions:
+                        del waiting[axis]
+        return neighbours
+
+    def _no_batch(self) -> ConfigError:
+        """Return that the batch is not divided by any layout."""
+        allowed = (
+            f"one that layouts of {self.cluster.num_gpus} GPUs divide: a multiple of the data "
+            "ranks and micro-batches of one of them"
+        )
+        return ConfigError("gbs", self.options.gbs, allowed)
+
+    def _none(self) -> ConfigError:
+        """Return that no layout fits."""
+        least, most = (
+            format_bytes(round(size)) for size in (self._least_bytes, self.cluster.most_bytes)
+        )
+        allowed = (
+            f"more GPUs, or ones with more memory: layouts need {least} of a GPU at least, "
+            f"which may give {most}"
+        )
+        return ConfigError("gpus", self.cluster.num_gpus, allowed)

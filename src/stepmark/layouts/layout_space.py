@@ -8,12 +8,13 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
+from stepmark.layouts.layer_kinds import stages_of
 from stepmark.layouts.plan_options import BOTH, PlanOptions
-from stepmark.layouts.stage_costs import stages_of
 from stepmark.model.model import ModelConfig
 from stepmark.workloads import workload_flags
 from stepmark.workloads.job import Job
@@ -37,6 +38,16 @@ _CHECKPOINTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+class Axes(NamedTuple):
+    """Degrees of parallelism and sequences per micro-batch."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    mbs: int
+
+
 @dataclass(kw_only=True)
 class LayoutSpace:
     """Layouts for a number of GPUs. refused: reasons of those that no framework accepts."""
@@ -46,22 +57,19 @@ class LayoutSpace:
     gpus_per_host: int
     refused: list[ConfigError] = field(default_factory=list)
 
-    def layouts(self) -> Iterator[Candidate]:
-        """Yield the layouts. Raises ConfigError for a wrong model."""
-        model = model_of(self.options)
-        chosen = self.options.framework
-        for framework in FRAMEWORKS if chosen == BOTH else (chosen,):
-            cls = workload_flags.options_class(framework, has_ignored=False)
-            of_framework = _of_megatron if framework == "megatron" else _of_pytorch
-            for axes in self._axes(model):
-                data_ranks = self.num_gpus // (axes["tp"] * axes["pp"] * axes["cp"])
-                for own in of_framework(self.options, model, axes, data_ranks):
-                    yield from self._accepted(framework, cls, {**axes, **own})
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The model. Raises ConfigError."""
+        return model_of(self.options)
 
-    def _axes(self, model: ModelConfig) -> Iterator[dict[str, int]]:
-        """Yield degrees and micro-batches whose product divides the GPUs and the batch."""
+    def axes(self) -> Iterator[Axes]:
+        """Yield degrees and micro-batches whose product divides the GPUs and the batch.
+
+        Raises ConfigError for a wrong model.
+        """
         options = self.options
         divisors = [n for n in range(1, self.num_gpus + 1) if not self.num_gpus % n]
+        model = self.model
         experts = model.moe.num_experts if model.moe else 1
         degrees = (
             options.tp or [n for n in divisors if n <= self.gpus_per_host],
@@ -75,7 +83,18 @@ class LayoutSpace:
                 continue
             for mbs in options.mbs or _MBS:
                 if not options.gbs // data_ranks % mbs:
-                    yield {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "mbs": mbs}
+                    yield Axes(tp=tp, pp=pp, cp=cp, ep=ep, mbs=mbs)
+
+    def layouts(self, axes: Sequence[Axes]) -> Iterator[Candidate]:
+        """Yield the layouts with these axes that the frameworks accept."""
+        chosen = self.options.framework
+        for framework in FRAMEWORKS if chosen == BOTH else (chosen,):
+            cls = workload_flags.options_class(framework, has_ignored=False)
+            of_framework = _of_megatron if framework == "megatron" else _of_pytorch
+            for each in axes:
+                data_ranks = self.num_gpus // (each.tp * each.pp * each.cp)
+                for own in of_framework(self.options, self.model, each, data_ranks):
+                    yield from self._accepted(framework, cls, {**each._asdict(), **own})
 
     def _accepted(
         self, framework: str, cls: Any, values: Mapping[str, Any]
@@ -132,22 +151,22 @@ def _chunks(options: PlanOptions, model: ModelConfig, pp: int) -> Sequence[int]:
 
 
 def _of_megatron(
-    options: PlanOptions, model: ModelConfig, axes: Mapping[str, int], _data_ranks: int
+    options: PlanOptions, model: ModelConfig, axes: Axes, _data_ranks: int
 ) -> Iterator[dict[str, Any]]:
     """Yield settings of Megatron-LM: all that costs nothing, chunks, recomputed layers."""
     common: dict[str, Any] = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
-        "sequence_parallel": axes["tp"] > 1,
+        "sequence_parallel": axes.tp > 1,
     }
-    if model.moe and axes["tp"] > 1:
+    if model.moe and axes.tp > 1:
         common["expert_tensor_parallel_size"] = 1
-    for chunks in _chunks(options, model, axes["pp"]):
+    for chunks in _chunks(options, model, axes.pp):
         own = dict(common)
         if chunks > 1:
             own["virtual_pipeline_model_parallel_size"] = chunks
-        layers = -(-model.num_layers // (axes["pp"] * chunks))
+        layers = -(-model.num_layers // (axes.pp * chunks))
         counts = {math.ceil(_SHARES[word] * layers) for word in options.recompute}
         for count in sorted(counts):
             if not count:
@@ -163,11 +182,11 @@ def _of_megatron(
 
 
 def _of_pytorch(
-    options: PlanOptions, model: ModelConfig, axes: Mapping[str, int], data_ranks: int
+    options: PlanOptions, model: ModelConfig, axes: Axes, data_ranks: int
 ) -> Iterator[dict[str, Any]]:
     """Yield settings of PyTorch: replicas, chunks, checkpointed blocks."""
     for replicas, chunks, word in itertools.product(
-        _REPLICAS, _chunks(options, model, axes["pp"]), options.recompute
+        _REPLICAS, _chunks(options, model, axes.pp), options.recompute
     ):
         shards, rest = divmod(data_ranks, replicas)
         if rest or (replicas > 1 and shards < _LEAST_SHARDS):

@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
+from stepmark.layouts.cluster import inputs_of_cluster
 from stepmark.layouts.layout_search import LayoutSearch, search
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
 from stepmark.measuring.delivery import write_files
+from stepmark.predictions.factors import Anchored
+from stepmark.predictions.predict import anchored_by
+from stepmark.predictions.predict_options import PredictOptions
 from stepmark.store.view import print_text
 
 LeftOut = dict[int, ConfigError]  # by number of GPUs
@@ -32,14 +36,23 @@ def plan(options: PlanOptions) -> tuple[list[LayoutSearch], LeftOut]:
     """
     searches: list[LayoutSearch] = []
     left_out: LeftOut = {}
+    anchored = _anchored(options)
     for count in sorted({*options.gpus}):
+        own = dataclasses.replace(options, gpus=(count,))
         try:
-            searches.append(search(dataclasses.replace(options, gpus=(count,)), count))
+            searches.append(search(own, count, anchored))
         except ConfigError as error:
             left_out[count] = error
     if not searches:
         raise next(iter(left_out.values()))
     return searches, left_out
+
+
+def _anchored(options: PlanOptions) -> Anchored | None:
+    """Return the factors by --anchor, fitted once for all layouts. Raises ConfigError."""
+    if options.anchor is None:
+        return None
+    return anchored_by(PredictOptions(models=options.models, **inputs_of_cluster(options)))
 
 
 def lines(

@@ -1,6 +1,7 @@
 """The options of `stepmark plan`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from stepmark.cases.train_case import NARROW
@@ -60,6 +61,18 @@ class Machine:
 
 
 @group
+class Measured:
+    """Measured parts."""
+
+    calibration: str | None = flag("run with measured parts of this device", names="run")
+    curve: str | None = flag("measured times of collectives: a run or nccl-tests files")
+    anchor: str | None = flag(
+        "fit factors to measured steps: a run, a log, or a CSV", metavar="RUN|LOG|CSV"
+    )
+    runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR", rare=True)
+
+
+@group
 class Ranges:
     """Layouts."""
 
@@ -78,11 +91,14 @@ class Ranges:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(Job, Machine, NetworkOptions, Ranges, Files):
+class PlanOptions(Job, Machine, NetworkOptions, Measured, Ranges, Files):
     """Output."""
 
     tokens: Tokens | None = flag("days of a training run over so many tokens")
     price: GpuHourPrices | None = flag("of a GPU hour, e.g. 2.5/h: the cost of --tokens")
     top: Annotated[int, between(1, 1000)] = flag(
         "layouts that are simulated and shown", default=20
+    )
+    jobs: Annotated[int, between(1, 1024)] | None = flag(
+        "processes that search [cores]", rare=True
     )

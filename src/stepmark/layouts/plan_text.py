@@ -80,11 +80,14 @@ def _figures(row: Row) -> str:
 
 def _searched(result: LayoutSearch) -> str:
     error = max(abs(row["estimated_s"] / row["step_s"] - 1) for row in result.rows)
-    return (
+    text = (
         f"searched {result.num_layouts:,} layouts in {result.took_s:.0f} s: "
         f"{result.num_too_large:,} need more memory, {len(result.rows)} simulated (estimates "
         f"of these within {error:.1%}), others estimated"
     )
+    if result.errors:
+        text += f"; {len(result.errors):,} have no time ({result.errors[0]})"
+    return text
 
 
 def _why(result: LayoutSearch) -> Iterator[str]:
@@ -93,7 +96,8 @@ def _why(result: LayoutSearch) -> Iterator[str]:
     ties = sum(row["step_s"] <= best["step_s"] * (1 + _TIE) for row in result.rows[1:])
     if ties:
         yield f"{ties} more within {_TIE:.0%} of the first: measure before you choose"
-    slower = sorted(result.neighbours.items(), key=lambda item: -item[1]["step_s"])
+    rows = {axis: each.row for axis, each in result.neighbours.items()}
+    slower = sorted(rows.items(), key=lambda item: -item[1]["step_s"])
     for axis, row in slower[:_MOST_REASONS]:
         name, more = _largest(row, best)
         text = f"{axis} {row[axis]} instead of {best[axis]}: {_change(row, best)}"

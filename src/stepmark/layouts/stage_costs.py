@@ -11,21 +11,16 @@ arXiv:2104.04473, section 2.2), and what the slowest does once.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from stepmark.cases.message import SEND
-from stepmark.cases.training import DataParallel, GradSync, Recompute
 from stepmark.layouts.candidate import Candidate
-from stepmark.model.model import ModelConfig
+from stepmark.layouts.layer_kinds import Kind, stages_of
+from stepmark.layouts.small_steps import one_stage, without_data_ranks
 from stepmark.model.ops import Phase
-from stepmark.model.parallel import stage_layers
 from stepmark.step.workload import CommOp, Group
 from stepmark.workloads.job import mesh_groups
-from stepmark.workloads.rules.megatron.settings import Granularity, make_plan
-from stepmark.workloads.rules.megatron.stage_partition import partition
-from stepmark.workloads.rules.pytorch.schedules import order_of
-from stepmark.workloads.rules.pytorch.units import groups_of
 
 
 class Seconds(NamedTuple):
@@ -37,13 +32,6 @@ class Seconds(NamedTuple):
 
 StepTime = Callable[[Candidate], Seconds]
 SendTime = Callable[[CommOp, Group], float]
-
-
-class Kind(NamedTuple):
-    """Kind of a layer."""
-
-    has_experts: bool
-    is_recomputed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,106 +169,3 @@ class Estimator:
         if key not in self._units:
             self._units[key] = self._time_of(unit)
         return self._units[key]
-
-
-def stages_of(candidate: Candidate) -> list["Counter[Kind]"]:
-    """Return the layers of each stage, by kind. Raises ConfigError."""
-    model = candidate.job.model
-    if candidate.is_megatron:
-        plan = make_plan(candidate.job, candidate.settings)
-        chunks_by_stage, _ = partition(plan)
-        chunks = [[chunk.layers for chunk in chunks] for chunks in chunks_by_stage]
-        settings = candidate.settings
-        assert plan.pipeline  # its micro-batches are checked
-        is_full = settings.recompute_granularity is Granularity.FULL
-        is_block = settings.recompute_method == "block"
-        most = settings.recompute_num_layers if is_block else model.num_layers
-
-        def is_again(index: int, layer: int) -> bool:
-            return bool(is_full and index < most)
-    else:
-        pp = candidate.parallel.pp
-        settings = candidate.settings
-        groups_of(candidate.job)  # its axes are checked
-        if pp > 1:  # and its micro-batches
-            counts = settings.pp_microbatches, candidate.num_chunks
-            order_of(candidate.job, settings.pp_schedule, *counts)
-        split = settings.pp_split
-        parts = stage_layers(model.num_layers, pp * candidate.num_chunks, split)
-        chunks = [parts[stage::pp] for stage in range(pp)]
-        recompute = settings.recompute
-        some, every = settings.recompute_some, settings.recompute_every
-
-        def is_again(index: int, layer: int) -> bool:
-            is_some = bool(layer % every < some)
-            return is_some if recompute is Recompute.BLOCKS else recompute is not Recompute.NONE
-
-    return [
-        Counter(
-            Kind(_has_experts(model, layer), is_again(index, layer))
-            for layers in own
-            for index, layer in enumerate(layers)
-        )
-        for own in chunks
-    ]
-
-
-def _has_experts(model: ModelConfig, layer: int) -> bool:
-    return model.moe is not None and layer >= model.moe.first_dense_layers
-
-
-def without_data_ranks(candidate: Candidate) -> Candidate:
-    """Return the layout by whose stage micro-batches are compared, with few data ranks.
-
-    A stage of a PyTorch pipeline gathers its weights once a step, as one without data ranks has
-    them; one without a pipeline gathers them in each micro-batch, over all its ranks.
-    """
-    parallel = candidate.parallel
-    settings = candidate.settings
-    if not candidate.is_megatron:
-        if parallel.pp == 1 or parallel.cp > 1 or parallel.ep > 1:
-            return candidate
-        settings = replace(settings, data_parallel=DataParallel.NONE)
-    own = replace(parallel, dp_shard=parallel.ep, dp_replicate=1)
-    count = candidate.job.num_microbatches
-    job = replace(candidate.job, parallel=own, gbs=candidate.job.mbs * own.data_ranks * count)
-    return candidate.with_job(job, settings)
-
-
-def one_stage(
-    candidate: Candidate, counts: Mapping[bool, int], again: bool, num_microbatches: int
-) -> Candidate:
-    """Return the job of one stage with so many layers of each kind."""
-    job = candidate.job
-    moe = job.model.moe and replace(job.model.moe, first_dense_layers=counts.get(False, 0))
-    model = replace(job.model, num_layers=sum(counts.values()), moe=moe)
-    parallel = replace(job.parallel, pp=1)
-    gbs = job.mbs * parallel.data_ranks * num_microbatches
-    own = replace(job, model=model, parallel=parallel, gbs=gbs)
-    settings = candidate.settings
-    changes: dict[str, Any]
-    if candidate.is_megatron:
-        is_full = settings.recompute_granularity is Granularity.FULL
-        changes = {
-            "virtual_pipeline_model_parallel_size": 1,
-            "account_for_embedding_in_pipeline_split": False,
-            "account_for_loss_in_pipeline_split": False,
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-        if is_full and not again:
-            changes["recompute_granularity"] = Granularity.NONE
-    else:
-        changes = {
-            "pp_schedule": "1f1b",
-            "pp_microbatches": 0,
-            "recompute_some": 1,
-            "recompute_every": 1,
-        }
-        if settings.recompute is Recompute.BLOCKS:
-            changes["recompute"] = Recompute.FULL if again else Recompute.NONE
-        if job.parallel.pp > 1:
-            changes["grad_sync"] = GradSync.LAST
-            if not settings.reshard_after_forward:
-                changes["reshard_after_forward"] = "no"
-    return candidate.with_job(own, replace(settings, **changes))

@@ -6,6 +6,7 @@ collectives of a group call are one Call. Equal blocks share both.
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from stepmark.cases.message import SEND
@@ -107,6 +108,9 @@ class Compiler:
         self._joins = joins
         self._op_costs: dict[int, OpCost] = {}
         self._blocks: dict[tuple[str, int], list[Placed]] = {}
+        self._is_of_stage: dict[str, bool] = {}
+        # By their items, which are there as long as an id tells them.
+        self._regions: dict[tuple[int, ...], tuple[Sequence[Placed], Region]] = {}
         self._names = {
             item.name
             for block in workload.blocks.values()
@@ -151,6 +155,8 @@ class Compiler:
         """Open Regions, of which programs have the items from now on. Return whether any is."""
         keys = {work.key for work in works if isinstance(work, Region)} - self._opened
         self._opened |= keys
+        if keys:
+            self._regions.clear()
         return bool(keys)
 
     def _open(self, placed: Iterable[Placed]) -> Iterator[Placed]:
@@ -162,12 +168,34 @@ class Compiler:
 
     def _repeated(self, run: Run, stage: int) -> Iterator[Placed]:
         """Yield the Segments and Calls of a block as often as it runs; it is compiled once."""
-        key = run.block, stage
+        key = run.block, stage if self._depends_on_stage(run.block) else -1
         if key not in self._blocks:
             self._blocks[key] = self._placed(self._workload.blocks[run.block], stage)
         for layer, microbatch in run.places(0, 0):
             for work, own, mb in self._blocks[key]:
                 yield work, layer + own, microbatch + mb
+
+    def _depends_on_stage(self, block: str) -> bool:
+        """Return whether a block has messages between stages."""
+        if block not in self._is_of_stage:
+            self._is_of_stage[block] = any(
+                self._depends_on_stage(item.block)
+                if isinstance(item, Run)
+                else isinstance(item, CommOp)
+                and (item.peer is not None or self._joins_stages[item.group])
+                for item in self._workload.blocks[block]
+            )
+        return self._is_of_stage[block]
+
+    @cached_property
+    def _joins_stages(self) -> Mapping[str, bool]:
+        """Whether ranks of a group are in several stages, by its name."""
+        workload = self._workload
+        numbers = range(len(workload.stages))
+        return {
+            name: any(len(stages_of(workload, stage, group)) > 1 for stage in numbers)
+            for name, group in workload.groups.items()
+        }
 
     def _placed(self, items: Block, stage: int) -> list[Placed]:
         """Return the Segments and Calls of a block's items."""
@@ -203,7 +231,18 @@ class Compiler:
         """Return the items of a group, those until it could end as a Region."""
         if group.size < _FEWEST:
             return group.items
-        inside = [*self._open(group.items[: group.size])]
+        _, layer, microbatch = group.items[0]
+        items = [
+            (work, own - layer, mb - microbatch) for work, own, mb in group.items[: group.size]
+        ]
+        key = tuple(number for work, own, mb in items for number in (id(work), own, mb))
+        if key not in self._regions:
+            self._regions[key] = items, self._joined_region(items)
+        return [(self._regions[key][1], layer, microbatch), *group.items[group.size :]]
+
+    def _joined_region(self, items: Sequence[Placed]) -> Region:
+        """Make items one Region, which repeats share."""
+        inside = [*self._open(items)]
         has_calls_beside = any(work.ops[0].stream != COMPUTE for work, _, _ in inside)
         if has_calls_beside:  # which may slow what is in a Region
             inside = [own for each in inside for own in expanded(each)]
@@ -214,7 +253,7 @@ class Compiler:
             *(link._replace(waits=[], is_inside=True) for own in links[:-1] for link in own),
             *(link._replace(waits=[]) for link in links[-1]),
         ]
-        return [(region, 0, 0), *group.items[group.size :]]
+        return region
 
     def _region(self, placed: Sequence[Placed], *, has_calls_beside: bool) -> Region:
         """Run items alone."""

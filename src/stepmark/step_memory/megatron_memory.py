@@ -18,7 +18,7 @@ sequence parallelism, its sum is that of Korthikanti et al. (arXiv:2205.05198, e
 (34 s b h + 5 a s^2 b) / t with stored scores and dropout, 32 s b h / t with neither.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,13 +64,22 @@ def stage_memories(
     job: Job, settings: Megatron, others: OtherTensors | None = None
 ) -> list[RankMemory]:
     """Return the memory of a rank of each pipeline stage. Raises ConfigError."""
+    return [*_stages(job, settings, others)]
+
+
+def first_stage(job: Job, settings: Megatron) -> RankMemory:
+    """Return the memory of a rank of the first stage. Raises ConfigError."""
+    return next(_stages(job, settings))
+
+
+def _stages(
+    job: Job, settings: Megatron, others: OtherTensors | None = None
+) -> Iterator[RankMemory]:
     plan = make_plan(job, settings)
     chunks_by_stage, _ = partition(plan)
     layers = _Layers(plan, others or OtherTensors())
-    return [
-        _stage(layers, plan.pipeline, stage, chunks)
-        for stage, chunks in enumerate(chunks_by_stage)
-    ]
+    for stage, chunks in enumerate(chunks_by_stage):
+        yield _stage(layers, plan.pipeline, stage, chunks)
 
 
 def _stage(

@@ -1,13 +1,16 @@
 """Memory of ranks that run PyTorch's rules: that of the same case of `stepmark train`."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, Fp8, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import Scaling
+from stepmark.step.tree import stage_of_case
 from stepmark.step_memory import memory
 from stepmark.step_memory.rank_memory import RankMemory
+from stepmark.step_memory.step_memory import StepMemory
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.pytorch.settings import PyTorch
 
@@ -15,6 +18,13 @@ from stepmark.workloads.rules.pytorch.settings import PyTorch
 def stage_memories(job: Job, settings: PyTorch) -> Sequence[RankMemory]:
     """Return that of a rank of the first stage, the last, and the one with most layers."""
     return memory.stage_estimates(case_of(job, settings))
+
+
+@lru_cache(maxsize=256)  # layouts share layers
+def saved_by_layer(job: Job, settings: PyTorch) -> int:
+    """Return the bytes that a layer keeps of a micro-batch. job: of one layer in one stage."""
+    case = case_of(job, settings)
+    return StepMemory(case, 0, stage_of_case(case, 0)).saved_bytes
 
 
 def case_of(job: Job, settings: PyTorch) -> TrainCase:

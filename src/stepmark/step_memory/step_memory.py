@@ -72,6 +72,18 @@ class StepMemory:
         self._has_moments = False
         self._start()
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that blocks keep from a forward pass to its backward pass, without rounding."""
+        sizes = (
+            self._checkpoint_sizes(unit)
+            if unit.is_checkpointed
+            else (size for leaf in unit.leaves for size in leaf.keeps)
+            for unit in self._units
+            if unit.name == "block"
+        )
+        return self._tokens * sum(map(sum, sizes))
+
     def steps(self, count: int) -> None:
         """Run optimizer steps. Micro-steps after the second one repeat it."""
         micro_steps = min(self._case.grad_accum, 2)

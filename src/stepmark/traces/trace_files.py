@@ -9,13 +9,10 @@ import contextlib
 import glob
 import hashlib
 import itertools
-import multiprocessing
-import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +29,7 @@ from stepmark.ground.option_groups import Files
 from stepmark.ground.read_text import read_head
 from stepmark.ground.units import ranks_text
 from stepmark.ground.waiting import Waiting
+from stepmark.ground.workers import Workers, cores
 from stepmark.store.reader import find_run, read
 from stepmark.store.runs import TRACES
 from stepmark.store.view import print_text
@@ -223,15 +221,11 @@ def _in_processes(
     work: Callable[[Path], RankResult[R]], paths: Sequence[Path], jobs: int | None
 ) -> list[RankResult[R]]:
     """Return results in the order of the paths."""
-    workers = min(jobs or _cores(), len(paths))
+    count = max(1, min(jobs or cores(), len(paths)))
     what = f"reading {len(paths)} trace{'s' if len(paths) > 1 else ''}"
-    if workers <= 1:
-        with Waiting(what):
-            return list(map(work, paths))
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with Workers(count, work) as workers:
         try:
-            results = pool.map(work, paths)
+            results = workers.map(_result, paths)
             with Waiting(what):  # after the fork: a thread of ours would be lost in it
                 return list(results)
         except BrokenProcessPool:
@@ -239,9 +233,8 @@ def _in_processes(
             raise ConfigError("trace", f"{len(paths)} files", allowed) from None
 
 
-def _cores() -> int:
-    """Return the cores this process may use, among those of a launcher's ranks here."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def _result(work: Callable[[Path], RankResult[R]], path: Path) -> RankResult[R]:
+    return work(path)
 
 
 def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[R]:

@@ -1,0 +1,73 @@
+"""Layers of a layout's stages, by kind: with experts or dense, recomputed or not."""
+
+from collections import Counter
+from typing import NamedTuple
+
+from stepmark.cases.training import Recompute
+from stepmark.layouts.candidate import Candidate
+from stepmark.model.model import ModelConfig
+from stepmark.model.parallel import stage_layers
+from stepmark.workloads.rules.megatron.settings import Granularity, make_plan
+from stepmark.workloads.rules.megatron.stage_partition import partition
+from stepmark.workloads.rules.pytorch.schedules import order_of
+from stepmark.workloads.rules.pytorch.units import groups_of
+
+
+class Kind(NamedTuple):
+    """Kind of a layer."""
+
+    has_experts: bool
+    is_recomputed: bool
+
+
+def stages_of(candidate: Candidate) -> list["Counter[Kind]"]:
+    """Return the layers of each stage, by kind. Raises ConfigError."""
+    return [sum(chunks, Counter()) for chunks in chunks_of(candidate)]
+
+
+def chunks_of(candidate: Candidate) -> list[list["Counter[Kind]"]]:
+    """Return the layers of each model chunk of each stage, by kind. Raises ConfigError."""
+    model = candidate.job.model
+    if candidate.is_megatron:
+        plan = make_plan(candidate.job, candidate.settings)
+        chunks_by_stage, _ = partition(plan)
+        chunks = [[chunk.layers for chunk in chunks] for chunks in chunks_by_stage]
+        settings = candidate.settings
+        assert plan.pipeline  # its micro-batches are checked
+        is_full = settings.recompute_granularity is Granularity.FULL
+        is_block = settings.recompute_method == "block"
+        most = settings.recompute_num_layers if is_block else model.num_layers
+
+        def is_again(index: int, layer: int) -> bool:
+            return bool(is_full and index < most)
+    else:
+        pp = candidate.parallel.pp
+        settings = candidate.settings
+        groups_of(candidate.job)  # its axes are checked
+        if pp > 1:  # and its micro-batches
+            counts = settings.pp_microbatches, candidate.num_chunks
+            order_of(candidate.job, settings.pp_schedule, *counts)
+        split = settings.pp_split
+        parts = stage_layers(model.num_layers, pp * candidate.num_chunks, split)
+        chunks = [parts[stage::pp] for stage in range(pp)]
+        recompute = settings.recompute
+        some, every = settings.recompute_some, settings.recompute_every
+
+        def is_again(index: int, layer: int) -> bool:
+            is_some = bool(layer % every < some)
+            return is_some if recompute is Recompute.BLOCKS else recompute is not Recompute.NONE
+
+    return [
+        [
+            Counter(
+                Kind(_has_experts(model, layer), is_again(index, layer))
+                for index, layer in enumerate(layers)
+            )
+            for layers in own
+        ]
+        for own in chunks
+    ]
+
+
+def _has_experts(model: ModelConfig, layer: int) -> bool:
+    return model.moe is not None and layer >= model.moe.first_dense_layers

@@ -1,0 +1,68 @@
+"""Steps of one stage with few layers, from which those of a layout are composed."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from stepmark.cases.training import DataParallel, GradSync, Recompute
+from stepmark.layouts.candidate import Candidate
+from stepmark.workloads.rules.megatron.settings import Granularity
+from stepmark.workloads.rules.pytorch.schedules import Schedule
+
+
+def without_data_ranks(candidate: Candidate) -> Candidate:
+    """Return the layout by whose stage micro-batches are compared, with few data ranks.
+
+    A stage of a PyTorch pipeline gathers its weights once a step, as one without data ranks has
+    them; one without a pipeline gathers them in each micro-batch, over all its ranks.
+    """
+    parallel = candidate.parallel
+    settings = candidate.settings
+    if not candidate.is_megatron:
+        if parallel.pp == 1 or parallel.cp > 1 or parallel.ep > 1:
+            return candidate
+        settings = replace(settings, data_parallel=DataParallel.NONE)
+    own = replace(parallel, dp_shard=parallel.ep, dp_replicate=1)
+    count = candidate.job.num_microbatches
+    job = replace(candidate.job, parallel=own, gbs=candidate.job.mbs * own.data_ranks * count)
+    return candidate.with_job(job, settings)
+
+
+def one_stage(
+    candidate: Candidate, counts: Mapping[bool, int], again: bool, num_microbatches: int
+) -> Candidate:
+    """Return the job of one stage with so many layers of each kind."""
+    job = candidate.job
+    moe = job.model.moe and replace(job.model.moe, first_dense_layers=counts.get(False, 0))
+    model = replace(job.model, num_layers=sum(counts.values()), moe=moe)
+    parallel = replace(job.parallel, pp=1)
+    gbs = job.mbs * parallel.data_ranks * num_microbatches
+    own = replace(job, model=model, parallel=parallel, gbs=gbs)
+    settings = candidate.settings
+    changes: dict[str, Any]
+    if candidate.is_megatron:
+        is_full = settings.recompute_granularity is Granularity.FULL
+        changes = {
+            "virtual_pipeline_model_parallel_size": 1,
+            "account_for_embedding_in_pipeline_split": False,
+            "account_for_loss_in_pipeline_split": False,
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+        if is_full and not again:
+            changes["recompute_granularity"] = Granularity.NONE
+    else:
+        changes = {
+            "pp_schedule": Schedule.ONE_F_ONE_B,
+            "pp_stages": 2,
+            "pp_microbatches": 0,
+            "recompute_some": 1,
+            "recompute_every": 1,
+        }
+        if settings.recompute is Recompute.BLOCKS:
+            changes["recompute"] = Recompute.FULL if again else Recompute.NONE
+        if job.parallel.pp > 1:
+            changes["grad_sync"] = GradSync.LAST
+            if not settings.reshard_after_forward:
+                changes["reshard_after_forward"] = "no"
+    return candidate.with_job(own, replace(settings, **changes))
