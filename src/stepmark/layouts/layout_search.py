@@ -23,6 +23,7 @@ from stepmark.layouts.plan_options import PlanOptions
 from stepmark.predictions.factors import Anchored
 from stepmark.predictions.framework_job import FrameworkJob
 from stepmark.predictions.prediction_grid import Row
+from stepmark.predictions.sheet_errors import chance_faster
 
 # How much an estimate may be above its simulation, an assumption: means of groups are below it
 # (validation/plan_estimates.py), single layouts with one or two micro-batches are not always.
@@ -56,13 +57,22 @@ class LayoutSearch:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The simulated layouts. is_pareto: no other one is faster with less memory."""
+        """The simulated layouts. is_pareto: no faster one needs less memory.
+
+        chance_faster: than the first, by data sheet.
+        """
         rows = [each.row for each in self.simulated]
         least = [math.inf, *accumulate((row["reserved_bytes"] for row in rows), min)]
+        first_s = rows[0]["step_s"]
+        chances = [None, *(self._chance_faster(row["step_s"] / first_s) for row in rows[1:])]
         return [
-            row | {"is_pareto": row["reserved_bytes"] < before}
-            for row, before in zip(rows, least, strict=False)
+            row | {"is_pareto": row["reserved_bytes"] < before, "chance_faster": chance}
+            for row, before, chance in zip(rows, least, chances, strict=False)
         ]
+
+    def _chance_faster(self, ratio: float) -> float | None:
+        is_by_sheet = not (self.cluster.options.calibration or self.cluster.anchored)
+        return chance_faster(ratio) if is_by_sheet else None
 
     @property
     def best(self) -> Simulated:

@@ -6,12 +6,14 @@ from stepmark.ground.units import GIB, format_time
 from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.predictions.prediction_grid import Row
+from stepmark.predictions.prediction_text import anchor_lines
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
 from stepmark.tables.table import Table
 
 _RARE = ("vpp", "cp", "ep")  # axes
 _MOST_REASONS = 4
-_TIE = 0.02  # of a step: an assumption: predictions do not order layouts that are closer
+_MOST_SMALLER = 3
+_TIE = 0.4  # chance of being faster than the first, from which a layout is worth a measurement
 _AXES = ("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "recompute")
 _PARTS: dict[str, Callable[[Row], float]] = {
     "computing": lambda row: row["step_s"] - row["exposed_comm_s"] - row["bubble_s"],
@@ -25,12 +27,30 @@ def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
     best = result.rows[0]
     yield f"{best['name']} on {result.num_gpus} {options.device}: {place(best)}"
     yield f"  {_figures(best)}"
+    yield f"  {_assumed(options, result)}"
     yield f"  {_searched(result)}"
     yield f"  {result.command}"
     yield ""
     shown = result.rows[: options.top]
     yield from Table(shown, columns(shown)).text()
     yield from _why(result)
+    if result.cluster.anchored:
+        yield from anchor_lines(result.cluster.anchored.document())
+
+
+def _assumed(options: PlanOptions, result: LayoutSearch) -> str:
+    """Return what the times are of."""
+    cluster = result.cluster
+    if options.calibration:
+        costs = f"by the parts of {options.calibration}"
+    else:
+        costs = f"by data sheet, {options.host or 'typical'} host"
+    network = cluster.network.name if cluster.network else "one host"
+    length = result.best.candidate.job.model.seq_len
+    return (
+        f"{costs}, network {network}; {options.gbs:,} sequences of {length:,} tokens a step, "
+        f"{options.precision or 'bf16'}, {options.memory:.0%} of the memory"
+    )
 
 
 def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
@@ -93,9 +113,15 @@ def _searched(result: LayoutSearch) -> str:
 def _why(result: LayoutSearch) -> Iterator[str]:
     """Yield what makes the best layout faster than those that differ in one axis."""
     best = result.rows[0]
-    ties = sum(row["step_s"] <= best["step_s"] * (1 + _TIE) for row in result.rows[1:])
+    ties = [row for row in result.rows if (row["chance_faster"] or 0.0) >= _TIE]
     if ties:
-        yield f"{ties} more within {_TIE:.0%} of the first: measure before you choose"
+        yield (
+            f"{len(ties)} more have a chance of {_TIE:.0%} or more to be faster, by the errors "
+            "of published steps: measure them"
+        )
+    smaller = [row for row in result.rows[1:] if row["is_pareto"]]
+    for row in smaller[:_MOST_SMALLER]:
+        yield f"{_gibibytes(row)} GiB: {place(row)}, {_change(row, best)}"
     rows = {axis: each.row for axis, each in result.neighbours.items()}
     slower = sorted(rows.items(), key=lambda item: -item[1]["step_s"])
     for axis, row in slower[:_MOST_REASONS]:
@@ -128,6 +154,11 @@ def _rate(row: Row) -> str:
     return f"{row['tokens_per_s_gpu']:,.0f}"
 
 
+def _chance(row: Row) -> str:
+    """Return the chance that a layout is faster than the first."""
+    return "" if row["chance_faster"] is None else f"{100 * row['chance_faster']:.0f}"
+
+
 def _gibibytes(row: Row) -> str:
     return f"{row['reserved_bytes'] / GIB:.1f}"
 
@@ -156,11 +187,12 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
         *(given(name, COUNT) for name in chosen),
         given("dp", COUNT, words=_data_ranks),
         given("mbs", COUNT),
-        given("recompute", TEXT, "recomputed"),
+        given("recompute", TEXT, "ckpt"),
         given("step_s", NUMBER, "step", _step),
         given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", _rate),
-        given("mfu_pct", PERCENT, "MFU %"),
+        given("mfu_pct", PERCENT, "MFU"),
         given("reserved_bytes", NUMBER, "GiB", _gibibytes),
+        given("chance_faster", NUMBER, "win %", _chance),
         given("days", PERCENT),
         given("cost", NUMBER, words=_cost),
     ]

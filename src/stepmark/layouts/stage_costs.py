@@ -87,15 +87,16 @@ class Estimator:
         kinds = {kind for stage in stages for kind in stage}
         experts = sorted({kind.has_experts for kind in kinds}, reverse=True)
         main = experts[0]
+        few = [main] * _few_layers(candidate)
         alone = without_data_ranks(candidate)
         layer_s: dict[Kind, float] = {}
         ends_s = 0.0
         for again in sorted({kind.is_recomputed for kind in kinds}, reverse=True):
-            slope = self._slope(alone, Counter({main: 1}), again, part)
+            slope = self._slope(alone, Counter(few), again, part)
             for kind in experts:
-                more = self._slope(alone, Counter([main, kind]), again, part)
+                more = self._slope(alone, Counter([*few, kind]), again, part)
                 layer_s[Kind(kind, again)] = more - slope
-            ends_s = slope - layer_s[Kind(main, again)]
+            ends_s = slope - len(few) * layer_s[Kind(main, again)]
 
         # Once a step is what overlaps with layers that are not recomputed, if there are any.
         def once_s(counts: "Counter[bool]") -> float:
@@ -104,10 +105,10 @@ class Estimator:
             )
             return self._unit(candidate, counts, again, 1)[part] - of_passes
 
-        first = once_s(Counter([main]))
-        once_of_layer_s = {kind: once_s(Counter([main, kind])) - first for kind in experts}
+        first = once_s(Counter(few))
+        once_of_layer_s = {kind: once_s(Counter([*few, kind])) - first for kind in experts}
         return StageCosts(
-            once_s=first - once_of_layer_s[main],
+            once_s=first - len(few) * once_of_layer_s[main],
             ends_s=ends_s,
             once_of_layer_s=once_of_layer_s,
             layer_s=layer_s,
@@ -138,7 +139,9 @@ class Estimator:
         fill_s = (sum(times) - times[slowest]) / chunks
         send_s = self._send(candidate)
         num_sends = 2 * (len(stages) - 1)
-        if chunks == 1 and candidate.is_megatron:
+        if not candidate.is_megatron:  # waits for those of each pass
+            num_sends += 2 * (count - 1) * candidate.num_chunks
+        elif chunks == 1:
             num_sends += 2 * (count - 1)
         return once_s + count * times[slowest] + fill_s + num_sends * send_s
 
@@ -169,3 +172,11 @@ class Estimator:
         if key not in self._units:
             self._units[key] = self._time_of(unit)
         return self._units[key]
+
+
+def _few_layers(candidate: Candidate) -> int:
+    """Return the layers of a small step, to which one more is added.
+
+    FSDP without a pipeline gathers a layer beside the one before, in each micro-batch.
+    """
+    return 2 if not candidate.is_megatron and candidate.parallel.pp == 1 else 1

@@ -8,12 +8,17 @@ counts as much as another, since steps of one source err alike.
 """
 
 import csv
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from itertools import combinations
+from math import log
+from statistics import fmean
 
+from stepmark.ground.grouping import group_by
 from stepmark.model.device import DeviceSpec, load_devices
 from stepmark.predictions.factors import Anchored
 from stepmark.predictions.interval import Interval, signed_interval
@@ -101,6 +106,28 @@ def interval_by(
     weights = [1 / (counts[each.source] * len(counts)) for each in errors]
     interval = signed_interval(logs, predicted_s, "published steps", weights)
     return replace(interval, traits=traits)
+
+
+def chance_faster(ratio: float) -> float:
+    """Return the chance that a step takes less time than one predicted to be faster.
+
+    ratio: of their predicted times, 1 or more. It is the share of pairs of steps whose errors
+    differ by more, this way round: of one source and device, each counts as much as another.
+    """
+    by_source = _differences()
+    tails = ((len(own) - bisect_right(own, log(ratio))) / (2 * len(own)) for own in by_source)
+    return fmean(tails)
+
+
+@cache
+def _differences() -> Sequence[Sequence[float]]:
+    """Return how far the errors of two steps of a source are apart, in order, by source."""
+    by_source = group_by(read_errors(), lambda each: (each.source, each.device))
+    pairs = (
+        sorted(abs(one.log_ratio - two.log_ratio) for one, two in combinations(own, 2))
+        for own in by_source.values()
+    )
+    return [own for own in pairs if own]
 
 
 def interval_of(
