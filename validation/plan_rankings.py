@@ -36,13 +36,14 @@ from published_steps import grouped, nanotron_bytes, score  # noqa: E402
 from stepmark.ground.errors import ConfigError  # noqa: E402
 from stepmark.ground.units import GIB, format_time  # noqa: E402
 from stepmark.layouts.candidate import Candidate  # noqa: E402
-from stepmark.layouts.layout_search import Cluster  # noqa: E402
+from stepmark.layouts.cluster import Cluster  # noqa: E402
 from stepmark.layouts.layout_space import LayoutSpace  # noqa: E402
 from stepmark.layouts.plan_options import PlanOptions  # noqa: E402
 from stepmark.layouts.plan_text import PARTS, place  # noqa: E402
 from stepmark.layouts.stage_costs import Estimator  # noqa: E402
 from stepmark.model.device import find_device_by_alias  # noqa: E402
 from stepmark.model.model import ModelConfig  # noqa: E402
+from stepmark.predictions.prediction_grid import row_of  # noqa: E402
 from stepmark.step_memory.workload_memory import OUTSIDE_BYTES  # noqa: E402
 from stepmark.tables.columns import COUNT, NUMBER, TEXT, given  # noqa: E402
 from stepmark.tables.table import Table  # noqa: E402
@@ -268,15 +269,18 @@ class PublishedSearch:
     ) -> Mapping[str, Any] | None:
         """Return the row of the fastest of the first layouts that fit; None: none fits."""
         fitting = (pair for pair in estimates if pair[1].needed_bytes <= most_bytes)
-        rows = [self.simulated(*pair) for pair in itertools.islice(fitting, TOP)]
+        rows = [self.simulated(candidate) for _, candidate in itertools.islice(fitting, TOP)]
         return min(rows, key=lambda row: row["step_s"], default=None)
 
-    def simulated(self, estimate_s: float, candidate: Candidate) -> Mapping[str, Any]:
+    def simulated(self, candidate: Candidate) -> Mapping[str, Any]:
         """Return the row of a layout, which is simulated once, with the bytes that it needs."""
         if id(candidate) not in self._simulated:
-            row = self.cluster.row(candidate, estimate_s)
-            needed = {"needed_bytes": candidate.needed_bytes}
-            self._simulated[id(candidate)] = {**row, **needed}
+            self._simulated[id(candidate)] = {
+                **candidate.axes,
+                "dp": candidate.parallel.data_ranks,
+                **row_of(self.cluster.predicted(candidate).figures()),
+                "needed_bytes": candidate.needed_bytes,
+            }
         return self._simulated[id(candidate)]
 
 
@@ -295,7 +299,9 @@ def search_of(row: Row, folder: Path) -> PublishedSearch:
     (num_gpus,) = options.gpus
     cluster = Cluster(options, num_gpus)
     space = LayoutSpace(options=options, num_gpus=num_gpus, gpus_per_host=cluster.gpus_per_host)
-    layouts = [as_published(candidate, published) for candidate in space.layouts()]
+    layouts = [
+        as_published(candidate, published) for candidate in space.layouts([*space.axes()])
+    ]
     return PublishedSearch(row, cluster, layouts)
 
 
@@ -355,9 +361,8 @@ def choice_of(search: PublishedSearch) -> Choice:
     """
     estimates = search.by_estimate()
     published = [pair for pair in estimates if search.is_published(pair[1])]
-    assert search.cluster.device.hbm_bytes
-    allowed = search.cluster.options.memory * search.cluster.device.hbm_bytes
-    own = search.fastest(published, allowed) or search.simulated(*published[0])
+    allowed = search.cluster.most_bytes
+    own = search.fastest(published, allowed) or search.simulated(published[0][1])
     most_bytes = max(allowed, own["needed_bytes"])
     alike = [pair for pair in estimates if pair[1].recompute == search.row["recompute"]]
     first = search.fastest(estimates, most_bytes)
