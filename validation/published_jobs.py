@@ -275,7 +275,8 @@ def _megatron(row: Row) -> dict[str, Any]:
     fp32 ones (models/llama.py: CoreAttention, GLUActivation, cast_to_fp32).
     """
     source = row.get("source", "")
-    is_old = source.startswith(_OLD_SOURCES) or row["model"].startswith(_NO_SEQUENCE_PARALLEL)
+    is_old_model = not source and row["model"].startswith(_NO_SEQUENCE_PARALLEL)
+    is_old = is_old_model or source.startswith(_OLD_SOURCES)
     is_baseline = "no sequence parallel" in row.get("notes", "")
     settings: dict[str, Any] = {
         "sequence_parallel": int(row["tp"]) > 1 and not is_old and not is_baseline,

@@ -445,14 +445,19 @@ def memory_of(row: Row) -> tuple[int, bool] | None:
     assert device
     assert device.hbm_bytes
     if row["source"] == "nanotron":
-        stages = stage_memories(job.job, job.settings, NANOTRON)
-        needed = max(stage.reserved_bytes for stage in stages) + OUTSIDE_BYTES
-        return stages[0].reserved_bytes, needed > device.hbm_bytes
+        stages = nanotron_bytes(job)
+        return stages[0], max(stages) + OUTSIDE_BYTES > device.hbm_bytes
     case = pytorch_memory.case_of(job.job, job.settings)
     found = memory.estimate(case)
     size = 40 * 2**30 if row["gpu_type"].endswith("40GB") else device.hbm_bytes
     verdict = memory.verdict(case, found.allocated_bytes, found.reserved_bytes, size)
     return found.reserved_bytes, verdict == memory.NO_FIT
+
+
+def nanotron_bytes(job: PublishedJob) -> list[int]:
+    """Return the reserved bytes of each stage of a job of nanotron. Raises ConfigError."""
+    stages = stage_memories(job.job, job.settings, NANOTRON)
+    return [stage.reserved_bytes for stage in stages]
 
 
 def print_rows(rows: Iterable[Scored]) -> None:

@@ -11,6 +11,7 @@ import published_jobs
 import published_steps
 
 from stepmark.ground.errors import ConfigError
+from stepmark.step_memory.megatron_memory import stage_memories
 
 STEPS = published_jobs.read_rows("published-steps.csv")
 LAYOUTS = published_jobs.read_rows("published-layouts.csv")
@@ -87,3 +88,18 @@ def test_weak_scaling_costs_little() -> None:
         steps_s.append(published_steps.outcome_of(published_jobs.job_of(scaled)).step_s)
     growth = [later / earlier - 1 for earlier, later in itertools.pairwise(steps_s)]
     assert all(0 < each < 0.011 for each in growth)
+
+
+@pytest.mark.parametrize("model", ["Megatron-22B", "GPT-3-175B", "MT-NLG-530B", "Megatron-1T"])
+def test_activations_of_a_paper(model: str) -> None:
+    """arXiv:2205.05198: 34 s b h L / t on the first stage, with sequence parallelism and
+    selective recomputation; in the interleaved schedule 1 + (p - 1) / (p m) times as many."""
+    row = row_of(STEPS, source="Korthikanti2022-T5", model=model, recompute="selective")
+    published = published_jobs.job_of(row)
+    shape, axes = published.job.model, published.job.parallel
+    chunks = int(row["vpp"] or 1)
+    more = 1 + (axes.pp - 1) / (axes.pp * chunks) if chunks > 1 else 1
+    rows = shape.seq_len * published.job.mbs * shape.hidden_size
+    expected = 34 * rows * shape.num_layers / axes.tp * more
+    first = stage_memories(published.job, published.settings)[0]
+    assert first.activations_bytes == pytest.approx(expected, rel=0.02)

@@ -57,8 +57,8 @@ class Candidate:
             some, every = settings.recompute_some, settings.recompute_every
             is_part = settings.recompute is Recompute.BLOCKS
             return f"{some}/{every}" if is_part else str(settings.recompute.value)
-        if settings.recompute_granularity is Granularity.NONE:
-            return "none"
+        if settings.recompute_granularity is not Granularity.FULL:
+            return str(settings.recompute_granularity.value)
         is_block = settings.recompute_method == "block"
         return f"{settings.recompute_num_layers}/chunk" if is_block else "full"
 

@@ -15,7 +15,7 @@ _MOST_REASONS = 4
 _MOST_SMALLER = 3
 _TIE = 0.4  # chance of being faster than the first, from which a layout is worth a measurement
 _AXES = ("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "recompute")
-_PARTS: dict[str, Callable[[Row], float]] = {
+PARTS: dict[str, Callable[[Row], float]] = {
     "computing": lambda row: row["step_s"] - row["exposed_comm_s"] - row["bubble_s"],
     "exposed communication": lambda row: row["exposed_comm_s"],
     "pipeline bubble": lambda row: row["bubble_s"],
@@ -139,7 +139,7 @@ def _largest(row: Row, best: Row, *, per_gpu: bool = False) -> tuple[str, float]
 
     def shares(own: Row) -> Mapping[str, float]:
         whole = own["step_s"] if per_gpu else best["step_s"]
-        return {name: part(own) / whole for name, part in _PARTS.items()}
+        return {name: part(own) / whole for name, part in PARTS.items()}
 
     before, after = shares(best), shares(row)
     name = max(before, key=lambda part: after[part] - before[part])
