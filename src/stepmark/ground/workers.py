@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from stepmark.ground.processes import tie_to_parent
+from stepmark.ground.waiting import Waiting
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -66,6 +67,7 @@ def _begin(state: Any, begin: Callable[[], None]) -> None:
     global _state  # noqa: PLW0603 - a process belongs to one pool
     _state = state
     begin()
+    Waiting.leave_to_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
 
 

@@ -6,5 +6,5 @@
 - cluster.py: the device and its links, what a step costs there.
 - stage_costs.py, small_steps.py: estimates of step times, from simulated steps of one stage.
 - layout_search.py, layout_work.py: prune by memory, estimate, simulate the best, in processes.
-- plan_text.py: what is printed.
+- plan_text.py, plan_page.py: what is printed; the page.
 """

@@ -17,12 +17,16 @@ from stepmark.workloads.rules.megatron.settings import Granularity
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout. options: those of `workload generate` that describe it."""
+    """A layout. options: those of `workload generate` that describe it.
+
+    is_gathered: gathers of weights, reductions of gradients and their copies take no time.
+    """
 
     framework: str
     job: Job
     settings: Any
     options: Mapping[str, Any]
+    is_gathered: bool = False
 
     @property
     def is_megatron(self) -> bool:

@@ -20,12 +20,27 @@ from stepmark.predictions.predict import costs_of, of_job
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.prediction import Prediction
 from stepmark.predictions.simulation import simulate
-from stepmark.step.workload import CommOp, ComputeOp, Group
-from stepmark.timeline.step_cost import Costs
+from stepmark.step.workload import CommOp, ComputeOp, Group, Kernel
+from stepmark.timeline.step_cost import Costs, OpCost
 
 _LINKS = ("network", "gpus_per_host", "nics", "nic", "latency", "oversubscription", "reduction")
 _MEASURED = ("calibration", "curve", "anchor", "runs")
 _OTHERS = ("device", "host", "tokens", "price")
+_SHARDED = ("fsdp", "replicate", "expert_fsdp", "expert_replicate")  # groups
+_FREE = OpCost(time_s={}, num_kernels=0.0)
+
+
+def _gathered(costs: Costs) -> Costs:
+    """Return costs without those of FSDP's messages and of their copies."""
+
+    def compute(op: ComputeOp) -> OpCost:
+        is_copy = isinstance(op.op, Kernel) and op.op.name.startswith("fsdp_")
+        return _FREE if is_copy else costs.compute(op)
+
+    def comm(op: CommOp, group: Group) -> float:
+        return 0.0 if op.group in _SHARDED else costs.comm(op, group)
+
+    return replace(costs, compute=compute, comm=comm)
 
 
 def inputs_of_cluster(options: PlanOptions) -> dict[str, Any]:
@@ -91,6 +106,8 @@ class Cluster:
             for op, count in workload.issued().items()
         )
         ahead, _ = costs_of(replace(inputs, host_s=no_host))
+        if candidate.is_gathered:
+            ahead = _gathered(ahead)
         self._inputs = inputs
         return Seconds(simulate(workload, ahead).step_s, host_s)
 

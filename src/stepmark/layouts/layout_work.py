@@ -22,6 +22,11 @@ class Estimated:
     step_s: float
     least_bytes: float
 
+    @property
+    def row(self) -> Row:
+        """What it differs in from others."""
+        return {**self.candidate.axes, "dp": self.candidate.parallel.data_ranks}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
@@ -109,8 +114,7 @@ class Searcher:
             return error
         row = {
             "gpus": self.cluster.num_gpus,
-            **candidate.axes,
-            "dp": candidate.parallel.data_ranks,
+            **layout.row,
             **row_of(prediction.figures()),
             "estimated_s": layout.step_s,
         }

@@ -28,11 +28,20 @@ def least_bytes(candidate: Candidate) -> float:
     stages = chunks_of(candidate)
     kinds = {kind for chunks in stages for chunk in chunks for kind in chunk}
     saved = {kind: _saved_by_layer(candidate, kind) for kind in kinds}
-    if axes.pp == 1:
-        (chunk,) = stages[0]
-        return _STATE_BYTES * model.num_params / shards + _total(chunk, saved) + logits
+    # More of a layer in its backward pass, which computes again what was not kept.
+    again = {
+        kind: _saved_by_layer(candidate, kind._replace(is_recomputed=False)) - saved[kind]
+        for kind in kinds
+    }
     numel = {kind: model.layer_params(moe=kind.has_experts) for kind in kinds}
     whole = axes.tp * axes.ep  # ranks that divide gathered weights
+    if axes.pp == 1:
+        (chunk,) = stages[0]
+        # Its weights and gradients, and the weights of the layer before.
+        passing = 3 * job.dtype.itemsize / whole
+        of_layer = min(passing * numel[kind] + again[kind] - saved[kind] for kind in chunk)
+        states = _STATE_BYTES * model.num_params / shards
+        return states + _total(chunk, saved) + max(logits, of_layer)
     # A stage gathers its only chunk for all of its passes.
     gathered = job.dtype.itemsize / whole if candidate.num_chunks == 1 else 0.0
     reduced = settings.reduce_dtype.itemsize / whole
@@ -43,6 +52,7 @@ def least_bytes(candidate: Candidate) -> float:
             sizes = [_total(chunk, saved) for chunk in chunks]
             first, later = _saved_bytes(candidate, stage, sizes)
             needed = (_STATE_BYTES / shards + gathered) * params
+            needed += min((again[kind] for chunk in chunks for kind in chunk), default=0)
             needed += max(first, later and later + reduced * params)
             most = max(most, needed + (logits if stage == axes.pp - 1 else 0))
     return most

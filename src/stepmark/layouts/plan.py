@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.files import write_text
 from stepmark.layouts.cluster import inputs_of_cluster
 from stepmark.layouts.layout_search import LayoutSearch, search
 from stepmark.layouts.plan_options import PlanOptions
+from stepmark.layouts.plan_page import page
 from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
 from stepmark.measuring.delivery import write_files
 from stepmark.predictions.factors import Anchored
@@ -24,8 +26,11 @@ def run(options: PlanOptions) -> int:
     searches, left_out = plan(options)
     rows = [row for each in searches for row in each.rows]
     write_files(options, "layouts", document(searches, left_out), rows)
+    text = [*lines(options, searches, left_out)]
+    if options.html:
+        write_text(options.html, page(options, searches, text).html(), "html")
     if not options.to_stdout:
-        print_text(lines(options, searches, left_out))
+        print_text(text)
     return 0
 
 

@@ -94,6 +94,11 @@ class Ranges:
 class PlanOptions(Job, Machine, NetworkOptions, Measured, Ranges, Files):
     """Output."""
 
+    html: str | None = flag(
+        "times and memory, and ledgers beside the best, as one page", metavar="PATH"
+    )
+    written = (*Files.written, "html")
+
     tokens: Tokens | None = flag("days of a training run over so many tokens")
     price: GpuHourPrices | None = flag("of a GPU hour, e.g. 2.5/h: the cost of --tokens")
     top: Annotated[int, between(1, 1000)] = flag(

@@ -10,6 +10,7 @@ from stepmark.predictions.prediction_text import anchor_lines
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
 from stepmark.tables.table import Table
 
+FRAMEWORKS = {"megatron": "Megatron", "pytorch": "PyTorch"}
 _RARE = ("vpp", "cp", "ep")  # axes
 _MOST_REASONS = 4
 _MOST_SMALLER = 3
@@ -170,7 +171,7 @@ def _data_ranks(row: Row) -> str:
 
 
 def _framework(row: Row) -> str:
-    return {"megatron": "Megatron", "pytorch": "PyTorch"}[row["framework"]]
+    return FRAMEWORKS[row["framework"]]
 
 
 def _cost(row: Row) -> str:

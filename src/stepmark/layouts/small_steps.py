@@ -13,15 +13,18 @@ from stepmark.workloads.rules.pytorch.schedules import Schedule
 def without_data_ranks(candidate: Candidate) -> Candidate:
     """Return the layout by whose stage micro-batches are compared, with few data ranks.
 
-    A stage of a PyTorch pipeline gathers its weights once a step, as one without data ranks has
-    them; one without a pipeline gathers them in each micro-batch, over all its ranks.
+    A stage of a PyTorch pipeline gathers its weights once a step; without a pipeline they are
+    gathered in each micro-batch, over all ranks.
     """
     parallel = candidate.parallel
     settings = candidate.settings
     if not candidate.is_megatron:
-        if parallel.pp == 1 or parallel.cp > 1 or parallel.ep > 1:
+        if parallel.pp == 1:
             return candidate
-        settings = replace(settings, data_parallel=DataParallel.NONE)
+        if parallel.cp > 1 or parallel.ep > 1:  # whose ranks share weights
+            candidate = replace(candidate, is_gathered=True)
+        else:
+            settings = replace(settings, data_parallel=DataParallel.NONE)
     own = replace(parallel, dp_shard=parallel.ep, dp_replicate=1)
     count = candidate.job.num_microbatches
     job = replace(candidate.job, parallel=own, gbs=candidate.job.mbs * own.data_ranks * count)

@@ -87,16 +87,16 @@ class Estimator:
         kinds = {kind for stage in stages for kind in stage}
         experts = sorted({kind.has_experts for kind in kinds}, reverse=True)
         main = experts[0]
-        few = [main] * _few_layers(candidate)
+        layers = [main] * _few_layers(candidate)
         alone = without_data_ranks(candidate)
         layer_s: dict[Kind, float] = {}
         ends_s = 0.0
         for again in sorted({kind.is_recomputed for kind in kinds}, reverse=True):
-            slope = self._slope(alone, Counter(few), again, part)
+            slope = self._slope(alone, Counter(layers), again, part)
             for kind in experts:
-                more = self._slope(alone, Counter([*few, kind]), again, part)
+                more = self._slope(alone, Counter([*layers, kind]), again, part)
                 layer_s[Kind(kind, again)] = more - slope
-            ends_s = slope - len(few) * layer_s[Kind(main, again)]
+            ends_s = slope - len(layers) * layer_s[Kind(main, again)]
 
         # Once a step is what overlaps with layers that are not recomputed, if there are any.
         def once_s(counts: "Counter[bool]") -> float:
@@ -105,10 +105,10 @@ class Estimator:
             )
             return self._unit(candidate, counts, again, 1)[part] - of_passes
 
-        first = once_s(Counter(few))
-        once_of_layer_s = {kind: once_s(Counter([*few, kind])) - first for kind in experts}
+        first = once_s(Counter(layers))
+        once_of_layer_s = {kind: once_s(Counter([*layers, kind])) - first for kind in experts}
         return StageCosts(
-            once_s=first - len(few) * once_of_layer_s[main],
+            once_s=first - len(layers) * once_of_layer_s[main],
             ends_s=ends_s,
             once_of_layer_s=once_of_layer_s,
             layer_s=layer_s,
@@ -168,7 +168,7 @@ class Estimator:
     ) -> Seconds:
         """Return the seconds of a step of one stage with so many layers of each kind."""
         unit = one_stage(candidate, counts, again, count)
-        key = unit.framework, unit.job, unit.settings
+        key = unit.framework, unit.job, unit.settings, unit.is_gathered
         if key not in self._units:
             self._units[key] = self._time_of(unit)
         return self._units[key]
