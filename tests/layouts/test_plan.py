@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import re
 import shlex
@@ -23,6 +24,7 @@ from stepmark.layouts.plan import plan
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
 from stepmark.layouts.stage_costs import Estimator
+from stepmark.predictions.sheet_errors import SheetError, chance_faster
 
 SMALL: dict[str, Any] = {
     "models": ("llama-3.1-8b",),
@@ -183,7 +185,8 @@ def test_the_answer_comes_first() -> None:
     assert re.match(
         r"  step [\d.]+ m?s, [\d,]+ tokens/s/GPU, .* MFU .*GiB, [\d.]+ days", text[1]
     )
-    assert re.match(r"  searched \d+ layouts in \d+ s: \d+ need more memory, \d+ sim", text[2])
+    assert re.match(r"  searched \d+ layouts in \d+ s: \d+ need more memory, \d+ sim", text[3])
+    assert text[2].startswith("  by data sheet, typical host, network dgx-h100; 32 sequences")
     assert any(re.match(r"pp 2 instead of 1: \+[\d.]+% of the step, of which", x) for x in text)
 
 
@@ -211,3 +214,69 @@ def test_no_layout_is_a_sentence(changes: dict[str, Any], field: str, words: str
         plan(options(**changes))
     assert caught.value.field == field
     assert words in str(caught.value)
+
+
+def test_processes_change_nothing() -> None:
+    """Two of them search what one does, so that their rows are equal."""
+    own = options(mbs=(1, 2), seq_len=1024, recompute=("none", "full"), top=3)
+    one, two = (search(dataclasses.replace(own, jobs=count), 16) for count in (1, 2))
+    assert one.rows == two.rows
+    assert one.num_layouts == two.num_layouts
+    assert {axis: each.row for axis, each in one.neighbours.items()} == {
+        axis: each.row for axis, each in two.neighbours.items()
+    }
+
+
+def test_no_faster_layout_needs_less_memory_than_one_on_the_front() -> None:
+    rows = search(options(tp=(1, 2), mbs=(1, 2), pp=(1, 2), framework="megatron"), 16).rows
+    front = [row for row in rows if row["is_pareto"]]
+    assert front[0] is rows[0]
+    for row in rows:
+        smaller = [x for x in rows if x["reserved_bytes"] <= row["reserved_bytes"]]
+        assert row["is_pareto"] == (min(smaller, key=lambda x: x["step_s"]) is row)
+
+
+def test_slower_layouts_have_less_chance() -> None:
+    assert chance_faster(1.0) == pytest.approx(0.5, abs=0.01)
+    chances = [chance_faster(ratio) for ratio in (1.0, 1.02, 1.1, 1.5, 4.0)]
+    assert chances == sorted(chances, reverse=True)
+    pairs = [(0.0, 0.1), (0.3,), (0.0, 1.0)]
+    errors = [
+        SheetError(source=str(number), device="x", traits=(), log_ratio=value)
+        for number, values in enumerate(pairs)
+        for value in values
+    ]
+    # Of two sources with a pair each the second differs by more than 0.5, half of it this way.
+    assert chance_faster(math.exp(0.5), errors) == 0.25
+
+
+def test_the_page_has_layouts_and_ledgers(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    words = f"plan llama-3.1-8b --gpus 16 --gbs 32 --device h100-sxm --top 2 --html {file}"
+    more = "--framework megatron --mbs 1 --seq-len 2048 --tp 1,2 --pp 1"
+    assert status([*words.split(), *more.split()]) == 0
+    text = file.read_text()
+    assert "Time and memory" in text
+    assert "tp 2 instead of 1" in text
+    assert "allowed: 73.6 GiB" in text
+
+
+def test_pipelines_of_experts_are_estimated_without_gathers_of_each_micro_batch() -> None:
+    """Each stage gathers its weights once a step, as one stage does in each micro-batch."""
+    own = options(
+        models=("qwen3-30b-a3b",),
+        gpus=(32,),
+        gbs=256,
+        framework="pytorch",
+        ep=(8,),
+        cp=(2,),
+        tp=(1,),
+        pp=(4,),
+        vpp=(1,),
+        mbs=(1,),
+        recompute=("none",),
+    )
+    (candidate, *_) = layouts(own)
+    cluster = Cluster(own, 32)
+    estimate_s = Estimator(cluster.seconds, cluster.send_s).step_s(candidate)
+    assert estimate_s == pytest.approx(cluster.predicted(candidate).step_s, rel=0.1)

@@ -280,6 +280,7 @@ class TrainCase:
         group="Settings of one strategy",
         needs=_INTERLEAVED,
         words="{} stages a rank",
+        formerly=2,
     )
     # 0: as many as stages.
     pp_microbatches: int = field_of(

@@ -161,9 +161,9 @@ class _Search:
         with Waiting("simulating the best layouts"):
             position = 0
             while worth := self._worth(position):
-                self._take(worth)
+                self._simulate(worth)
                 position = worth[-1] + 1
-            self._take(self._front())
+            self._simulate(self._front())
         if not self.simulated:
             raise self._none() if self._least_bytes < math.inf else self.errors[0]
 
@@ -181,8 +181,8 @@ class _Search:
             or self.estimated[position].step_s * (1 - ERROR) <= best_s
         ]
 
-    def _take(self, positions: Iterable[int]) -> None:
-        """Simulate layouts that are not yet."""
+    def _simulate(self, positions: Iterable[int]) -> None:
+        """Simulate layouts that are not simulated yet."""
         new = [position for position in positions if position not in self._results]
         layouts = [self.estimated[position] for position in new]
         results = self.workers.map(Searcher.simulated, layouts)
@@ -215,7 +215,7 @@ class _Search:
         neighbours: dict[str, Simulated] = {}
         with Waiting("simulating layouts like the best"):
             while waiting:
-                self._take(positions[0] for positions in waiting.values())
+                self._simulate(positions[0] for positions in waiting.values())
                 for axis, positions in [*waiting.items()]:
                     result = self._results[positions.pop(0)]
                     if isinstance(result, Simulated):

@@ -26,7 +26,7 @@ def page(options: PlanOptions, searches: Sequence[LayoutSearch], text: Sequence[
     return Page(
         title=f"Layouts of {first['name']} on {options.device}",
         headline=text[0],
-        lead="" if several else " ".join(line.strip() for line in text[1:4]),
+        lead="" if several else "; ".join(line.strip() for line in text[1:4]),
         command="" if several else searches[0].command,
         sections=[
             Section("Layouts", [preformatted(*_table(text), is_table=True)]),
@@ -48,15 +48,20 @@ def _sections(result: LayoutSearch, *, several: bool) -> Iterator[Section | Figu
         result.neighbours.items(), key=lambda item: float(item[1].row["step_s"])
     )
     for axis, neighbour in neighbours[:_MOST_NEIGHBOURS]:
-        name = f"{axis} {neighbour.row[axis]}"
-        names = (f"{axis} {best.row[axis]}", name)
+        names = _name(axis, best.row), _name(axis, neighbour.row)
         yield Section(
-            f"{name} instead of {best.row[axis]}{where}",
+            f"{axis} {neighbour.row[axis]} instead of {best.row[axis]}{where}",
             [items([plan_text.place(best.row), plan_text.place(neighbour.row)])],
             ledger_page.sections(
-                best.ledger, neighbour.ledger, names, step=f"the step with {name}"
+                best.ledger, neighbour.ledger, names, step=f"the step with {names[1]}"
             ),
         )
+
+
+def _name(axis: str, row: Row) -> str:
+    """Return what tells two layouts apart."""
+    value = row[axis]
+    return value if isinstance(value, str) else f"{axis} {value}"
 
 
 def _scatter(result: LayoutSearch, where: str) -> Figure:
@@ -107,7 +112,7 @@ def _scatter(result: LayoutSearch, where: str) -> Figure:
         title=f"Time and memory{where}",
         note=_NOTE,
         x=Axis(title="GiB of a GPU", has_zero=True),
-        y=Axis(title="step", base=10, words=format_time),
+        y=Axis(title="step (s)"),
         series=[*([estimated] if others else []), allowed, line, *points],
         height=460,
     )

@@ -108,21 +108,22 @@ def interval_by(
     return replace(interval, traits=traits)
 
 
-def chance_faster(ratio: float) -> float:
+def chance_faster(ratio: float, errors: Sequence[SheetError] = ()) -> float:
     """Return the chance that a step takes less time than one predicted to be faster.
 
     ratio: of their predicted times, 1 or more. It is the share of pairs of steps whose errors
     differ by more, this way round: of one source and device, each counts as much as another.
+    errors: of published steps, if left out.
     """
-    by_source = _differences()
+    by_source = _differences(tuple(errors) or read_errors())
     tails = ((len(own) - bisect_right(own, log(ratio))) / (2 * len(own)) for own in by_source)
     return fmean(tails)
 
 
 @cache
-def _differences() -> Sequence[Sequence[float]]:
+def _differences(errors: tuple[SheetError, ...]) -> Sequence[Sequence[float]]:
     """Return how far the errors of two steps of a source are apart, in order, by source."""
-    by_source = group_by(read_errors(), lambda each: (each.source, each.device))
+    by_source = group_by(errors, lambda each: (each.source, each.device))
     pairs = (
         sorted(abs(one.log_ratio - two.log_ratio) for one, two in combinations(own, 2))
         for own in by_source.values()
