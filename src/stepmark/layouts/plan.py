@@ -7,6 +7,7 @@ from typing import Any
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.layouts.cluster import inputs_of_cluster
+from stepmark.layouts.layout_files import check_folder, write_layouts
 from stepmark.layouts.layout_search import LayoutSearch, search
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.plan_page import page
@@ -39,6 +40,7 @@ def plan(options: PlanOptions) -> tuple[list[LayoutSearch], LeftOut]:
 
     Raises ConfigError where none has one.
     """
+    check_folder(options)
     searches: list[LayoutSearch] = []
     left_out: LeftOut = {}
     anchored = _anchored(options)
@@ -50,7 +52,7 @@ def plan(options: PlanOptions) -> tuple[list[LayoutSearch], LeftOut]:
             left_out[count] = error
     if not searches:
         raise next(iter(left_out.values()))
-    return searches, left_out
+    return write_layouts(options, searches), left_out
 
 
 def _anchored(options: PlanOptions) -> Anchored | None:

@@ -104,6 +104,9 @@ class PlanOptions(Job, Machine, NetworkOptions, Measured, Ranges, Files):
     top: Annotated[int, between(1, 1000)] = flag(
         "layouts that are simulated and shown", default=20
     )
+    files: Path | None = flag(
+        "folder for the framework's own file of each shown layout", metavar="DIR"
+    )
     jobs: Annotated[int, between(1, 1024)] | None = flag(
         "processes that search [cores]", rare=True
     )
