@@ -20,8 +20,8 @@ from stepmark.predictions.predict_options import PredictOptions
 from stepmark.predictions.prediction_grid import Row
 from stepmark.workloads.formats import FORMATS
 
-_FORMATS = {"megatron": "megatron-args", "pytorch": "torchtitan"}  # by rules
-_SUFFIXES = {FORMATS[name].suffix for name in _FORMATS.values()}
+FORMAT_OF = {"megatron": "megatron-args", "pytorch": "torchtitan"}  # by rules
+_SUFFIXES = {FORMATS[name].suffix for name in FORMAT_OF.values()}
 _AXES = ("tp", "pp", "vpp", "cp", "ep")
 
 
@@ -64,7 +64,7 @@ class _Writer:
         paths: list[Path | None] = []
         for layout in own.simulated[:count]:
             self._number += 1
-            name = f"{self._number:02}-{gpus}{_words(layout.row)}"
+            name = f"{self._number:02}-{gpus}{_name_of(layout.row)}"
             paths.append(self._write(layout, name))
         paths += [None] * (len(own.simulated) - len(paths))
         simulated = [
@@ -78,7 +78,7 @@ class _Writer:
 
         Raises ConfigError for a path that is no regular file.
         """
-        kind = _FORMATS[layout.candidate.framework]
+        kind = FORMAT_OF[layout.candidate.framework]
         module = FORMATS[kind].load()
         workload = layout.candidate.workload()
         try:
@@ -113,7 +113,7 @@ class _Writer:
             yield f"{folder} has {len(others)} more of earlier searches, as {first_name}"
 
 
-def _words(row: Row) -> str:
+def _name_of(row: Row) -> str:
     """Return a layout as a part of a file's name, e.g. megatron-tp4-pp8-mbs1."""
     degrees = [f"{axis}{row[axis]}" for axis in _AXES if row[axis] > 1]
     if row["dp_replicate"] > 1:

@@ -69,6 +69,9 @@ class Measured:
     anchor: str | None = flag(
         "fit factors to measured steps: a run, a log, or a CSV", metavar="RUN|LOG|CSV"
     )
+    verify: Annotated[int, between(1, 20)] | None = flag(
+        "measure so many layouts on the GPUs of this machine, as anchors", metavar="K"
+    )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR", rare=True)
 
 
