@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,9 @@ def test_a_layout_is_trained_with_its_own_axes(framework: str, num_gpus: int) ->
     own = options(framework=framework, pp=(1, 4), vpp=(1, 2))
     fits = [c for c in layouts(own) if num_gpus % c.parallel.tp == 0]
     for layout in random.Random(4).sample(fits, 6):
-        few, more = cases(own, layout, num_gpus)
-        assert [few.model.num_layers, more.model.num_layers] == [2, 4]
-        for case in (few, more):
+        two, four = cases(own, layout, num_gpus)
+        assert [two.model.num_layers, four.model.num_layers] == [2, 4]
+        for case in (two, four):
             axes = case.parallel
             assert (axes.tp, axes.cp, axes.pp) == (layout.parallel.tp, 1, 1)
             assert axes.world_size == num_gpus
@@ -91,22 +92,22 @@ def test_a_layout_by_pytorch_is_what_train_makes_of_its_file(tmp_path: Path) -> 
     own = options(framework="pytorch", precision="fp8", tp=(1, 2))
     file = tmp_path / "layout.toml"
     for layout in random.Random(2).sample(layouts(own), 4):
-        few, _ = cases(own, layout, 8)
+        two, _ = cases(own, layout, 8)
         workload = without_pipeline(layout).workload()
         file.write_text("".join(FORMATS["torchtitan"].load().write(workload)))
         given: dict[str, Any] = {"config": str(file), "num_layers": 2, "nproc": "8"}
-        given |= {"models": own.models, "mbs": (few.mbs,), "grad_accum": 2, "dp_replicate": 1}
-        typed = TrainOptions(**given, ac=(few.recompute, few.recompute_blocks))
+        given |= {"models": own.models, "mbs": (two.mbs,), "grad_accum": 2, "dp_replicate": 1}
+        typed = TrainOptions(**given, ac=(two.recompute, two.recompute_blocks))
         job = with_file(typed, machine(8))
-        assert train_plan.only_case(job.options, "cuda", 8).case_id == few.case_id
+        assert train_plan.only_case(job.options, "cuda", 8).case_id == two.case_id
 
 
 def test_the_step_is_predicted_as_the_small_step_of_the_search() -> None:
     """The search composes steps of such small ones: factors of these are of its parts."""
     own = options(framework="pytorch", tp=(1,), pp=(1,), recompute=("none",), gpus=(8,), gbs=64)
     layout = next(each for each in layouts(own) if each.job.mbs == 2)
-    few, more = cases(own, layout, 8)
-    for case in (few, more):
+    two, four = cases(own, layout, 8)
+    for case in (two, four):
         small = one_stage(layout, {False: case.model.num_layers}, False, 2).workload()
         inputs = of_training(case, None, H100)
         step_s = predict(inputs).step_s
@@ -179,9 +180,13 @@ def test_a_plan_has_the_factors_of_what_was_measured(
     out = tmp_path / "layouts.json"
     words = "plan llama-3.1-8b --gpus 16 --gbs 32 --seq-len 2048 --device h200 --mbs 1 --tp 1,8"
     more = ["--pp", "1", "--jobs", "1", "--framework", "pytorch", "--recompute", "none"]
-    assert status([*words.split(), *more, "--json", str(out), "--verify", "1"]) == 0
+    files = ["--files", str(tmp_path / "layouts")]
+    assert status([*words.split(), *more, "--json", str(out), "--verify", "1", *files]) == 0
     text, errors = capsys.readouterr()
+    assert re.search(f"to predict the first: stepmark predict .*--anchor {RUN}", errors)
     verified = json.loads(out.read_text())
+    for row in verified["layouts"]:
+        row.pop("file")
     assert len(planned) == 1
     assert len(planned[0].entries) == 2
     assert status([*words.split(), *more, "--json", str(out), "--anchor", str(RUN)]) == 0

@@ -175,9 +175,9 @@ def _check_ranks(axes: ParallelConfig, num_ranks: int) -> None:
 
 def _checkpointing(recompute: str) -> Blocks:
     """Return --ac; where a part of the layers is recomputed, it is every second one here."""
-    if recompute in ("none", "full"):
-        return Recompute(recompute), (1, 1)
-    return Recompute.BLOCKS, (1, 2)
+    if "/" in recompute:
+        return Recompute.BLOCKS, (1, 2)
+    return Recompute(recompute), (1, 1)
 
 
 def lines_of_steps(options: PlanOptions, anchored: Anchored) -> Iterator[str]:

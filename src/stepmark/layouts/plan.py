@@ -48,13 +48,11 @@ def plan(options: PlanOptions) -> tuple[list[LayoutSearch], LeftOut]:
     check_machine(options)
     searches, left_out = _search_all(options)
     if options.verify:
-        run = measure_layouts(
-            options, [each.candidate for each in _shown_layouts(options, searches)]
-        )
-        sys.stderr.write(
-            f"# the first row before this measurement: {place(searches[0].rows[0])}\n"
-        )
-        searches, left_out = _search_all(dataclasses.replace(options, anchor=str(run)))
+        layouts = [each.candidate for each in _shown_layouts(options, searches)]
+        options = dataclasses.replace(options, anchor=str(measure_layouts(options, layouts)))
+        before = place(searches[0].rows[0])
+        sys.stderr.write(f"# the first row before this measurement: {before}\n")
+        searches, left_out = _search_all(options)
     return write_layouts(options, searches), left_out
 
 
