@@ -147,7 +147,7 @@ def generate_once(options: GenerateOptions) -> Workload:
 @pytest.fixture
 def _read_and_generated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share traces and workloads between pages."""
-    monkeypatch.setattr(trace_files, "_cores", lambda: 1)
+    monkeypatch.setattr(trace_files, "cores", lambda: 1)
     monkeypatch.setattr(trace_files, "read_trace", lambda path: read_once(Path(path).resolve()))
     monkeypatch.setattr(workload, "generate", generate_once)
 

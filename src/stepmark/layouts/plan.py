@@ -1,20 +1,25 @@
 """stepmark plan: which layout should this model train with on this cluster?"""
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.layouts.cluster import inputs_of_cluster
+from stepmark.layouts.layout_files import check_folder, write_layouts
 from stepmark.layouts.layout_search import LayoutSearch, search
+from stepmark.layouts.layout_work import Simulated
+from stepmark.layouts.measured_layouts import check_machine, lines_of_steps, measure_layouts
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.plan_page import page
-from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
+from stepmark.layouts.plan_text import lines_of_count, lines_of_counts, place
 from stepmark.measuring.delivery import write_files
 from stepmark.predictions.factors import Anchored
 from stepmark.predictions.predict import anchored_by
 from stepmark.predictions.predict_options import PredictOptions
+from stepmark.predictions.prediction_text import anchor_lines
 from stepmark.store.view import print_text
 
 LeftOut = dict[int, ConfigError]  # by number of GPUs
@@ -39,6 +44,27 @@ def plan(options: PlanOptions) -> tuple[list[LayoutSearch], LeftOut]:
 
     Raises ConfigError where none has one.
     """
+    check_folder(options)
+    check_machine(options)
+    searches, left_out = _search_all(options)
+    if options.verify:
+        layouts = [each.candidate for each in _shown_layouts(options, searches)]
+        options = dataclasses.replace(options, anchor=str(measure_layouts(options, layouts)))
+        before = place(searches[0].rows[0])
+        sys.stderr.write(f"# the first row before this measurement: {before}\n")
+        searches, left_out = _search_all(options)
+    return write_layouts(options, searches), left_out
+
+
+def _shown_layouts(options: PlanOptions, searches: list[LayoutSearch]) -> list[Simulated]:
+    """Return the layouts of the rows that are shown."""
+    if len(searches) > 1:
+        return [each.best for each in searches]
+    return [*searches[0].simulated[: options.top]]
+
+
+def _search_all(options: PlanOptions) -> tuple[list[LayoutSearch], LeftOut]:
+    """Search for each number of GPUs. Raises ConfigError where none has a layout."""
     searches: list[LayoutSearch] = []
     left_out: LeftOut = {}
     anchored = _anchored(options)
@@ -64,17 +90,24 @@ def lines(
     options: PlanOptions, searches: list[LayoutSearch], left_out: LeftOut
 ) -> Iterator[str]:
     """Yield the answer as text."""
+    anchored = searches[0].cluster.anchored
     if len(searches) > 1:
         yield from lines_of_counts(searches)
+        if anchored:
+            yield from anchor_lines(anchored.document())
     else:
         yield from lines_of_count(options, searches[0])
+    if options.verify and anchored:
+        yield from lines_of_steps(options, anchored)
     for count, error in left_out.items():
         yield f"{count} GPUs are left out: {error}"
 
 
 def document(searches: list[LayoutSearch], left_out: LeftOut) -> dict[str, Any]:
     """Return everything as plain data."""
+    anchored = searches[0].cluster.anchored
     return {
+        "anchors": anchored and anchored.document(),
         "counts": [
             {
                 "gpus": each.num_gpus,

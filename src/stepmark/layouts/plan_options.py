@@ -69,6 +69,9 @@ class Measured:
     anchor: str | None = flag(
         "fit factors to measured steps: a run, a log, or a CSV", metavar="RUN|LOG|CSV"
     )
+    verify: Annotated[int, between(1, 20)] | None = flag(
+        "measure so many layouts on the GPUs of this machine, as anchors", metavar="K"
+    )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR", rare=True)
 
 
@@ -103,6 +106,9 @@ class PlanOptions(Job, Machine, NetworkOptions, Measured, Ranges, Files):
     price: GpuHourPrices | None = flag("of a GPU hour, e.g. 2.5/h: the cost of --tokens")
     top: Annotated[int, between(1, 1000)] = flag(
         "layouts that are simulated and shown", default=20
+    )
+    files: Path | None = flag(
+        "folder for the framework's own file of each shown layout", metavar="DIR"
     )
     jobs: Annotated[int, between(1, 1024)] | None = flag(
         "processes that search [cores]", rare=True

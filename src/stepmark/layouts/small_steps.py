@@ -31,40 +31,44 @@ def without_data_ranks(candidate: Candidate) -> Candidate:
     return candidate.with_job(job, settings)
 
 
-def one_stage(
-    candidate: Candidate, counts: Mapping[bool, int], again: bool, num_microbatches: int
-) -> Candidate:
-    """Return the job of one stage with so many layers of each kind."""
-    job = candidate.job
-    moe = job.model.moe and replace(job.model.moe, first_dense_layers=counts.get(False, 0))
-    model = replace(job.model, num_layers=sum(counts.values()), moe=moe)
-    parallel = replace(job.parallel, pp=1)
-    gbs = job.mbs * parallel.data_ranks * num_microbatches
-    own = replace(job, model=model, parallel=parallel, gbs=gbs)
-    settings = candidate.settings
+def without_pipeline(candidate: Candidate) -> Candidate:
+    """Return the layout with all layers in one stage, on the ranks of that stage."""
+    job = replace(candidate.job, parallel=replace(candidate.parallel, pp=1))
     changes: dict[str, Any]
     if candidate.is_megatron:
-        is_full = settings.recompute_granularity is Granularity.FULL
         changes = {
             "virtual_pipeline_model_parallel_size": 1,
             "account_for_embedding_in_pipeline_split": False,
             "account_for_loss_in_pipeline_split": False,
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
         }
+    else:
+        changes = {"pp_schedule": Schedule.ONE_F_ONE_B, "pp_stages": 2, "pp_microbatches": 0}
+    return candidate.with_job(job, replace(candidate.settings, **changes))
+
+
+def one_stage(
+    candidate: Candidate, counts: Mapping[bool, int], again: bool, num_microbatches: int
+) -> Candidate:
+    """Return the job of one stage with so many layers of each kind."""
+    has_pipeline = candidate.parallel.pp > 1
+    candidate = without_pipeline(candidate)
+    job = candidate.job
+    moe = job.model.moe and replace(job.model.moe, first_dense_layers=counts.get(False, 0))
+    model = replace(job.model, num_layers=sum(counts.values()), moe=moe)
+    gbs = job.mbs * job.parallel.data_ranks * num_microbatches
+    own = replace(job, model=model, gbs=gbs)
+    settings = candidate.settings
+    changes: dict[str, Any]
+    if candidate.is_megatron:
+        is_full = settings.recompute_granularity is Granularity.FULL
+        changes = {"recompute_method": "uniform", "recompute_num_layers": 1}
         if is_full and not again:
             changes["recompute_granularity"] = Granularity.NONE
     else:
-        changes = {
-            "pp_schedule": Schedule.ONE_F_ONE_B,
-            "pp_stages": 2,
-            "pp_microbatches": 0,
-            "recompute_some": 1,
-            "recompute_every": 1,
-        }
+        changes = {"recompute_some": 1, "recompute_every": 1}
         if settings.recompute is Recompute.BLOCKS:
             changes["recompute"] = Recompute.FULL if again else Recompute.NONE
-        if job.parallel.pp > 1:
+        if has_pipeline:
             changes["grad_sync"] = GradSync.LAST
             if not settings.reshard_after_forward:
                 changes["reshard_after_forward"] = "no"
