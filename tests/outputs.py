@@ -31,6 +31,7 @@ sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 from tests.cli.process import environment, stepmark  # noqa: E402
 
 from stepmark.ground import waiting  # noqa: E402
+from stepmark.layouts import layout_search  # noqa: E402
 from stepmark.traces import trace_files  # noqa: E402
 from stepmark.traces.kineto.reader import read_trace  # noqa: E402
 
@@ -76,6 +77,7 @@ def transcribe(lines: list[str]) -> str:
         (folder / "steps" / STEPS).symlink_to(ROOT / "results" / STEPS)
         # A trace is read once for all commands.
         patch.setattr(trace_files, "cores", lambda: 1)
+        patch.setattr(layout_search, "cores", lambda: 1)
         patch.setattr(trace_files, "read_trace", functools.cache(read_trace))
         patch.setattr(waiting, "_PATIENCE_S", 1e6)  # no line that depends on how long it takes
         variables = _variables_read(patch)

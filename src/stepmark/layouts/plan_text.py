@@ -117,8 +117,8 @@ def _why(result: LayoutSearch) -> Iterator[str]:
     ties = [row for row in result.rows if (row["chance_faster"] or 0.0) >= _TIE]
     if ties:
         yield (
-            f"{len(ties)} more have a chance of {_TIE:.0%} or more to be faster, by the errors "
-            "of published steps: measure them"
+            f"{len(ties)} more may well be faster (a chance of {_TIE:.0%} or more, by the errors "
+            "of published steps): measure them"
         )
     smaller = [row for row in result.rows[1:] if row["is_pareto"]]
     for row in smaller[:_MOST_SMALLER]:
