@@ -117,7 +117,7 @@ def _why(result: LayoutSearch) -> Iterator[str]:
     ties = [row for row in result.rows if (row["chance_faster"] or 0.0) >= _TIE]
     if ties:
         yield (
-            f"{len(ties)} more may well be faster (a chance of {_TIE:.0%} or more, by the errors "
+            f"{len(ties)} more may be faster (a chance of {_TIE:.0%} or more by the errors "
             "of published steps): measure them"
         )
     smaller = [row for row in result.rows[1:] if row["is_pareto"]]
