@@ -10,11 +10,12 @@ from stepmark.cases.record import Measured
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.ground.dtypes import DType
+from stepmark.ground.units import GIB
 from stepmark.model.model import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.tree import stage_of_case
 from stepmark.step_memory.allocator import Allocator, Block
-from stepmark.step_memory.memory import calibrated, estimate, verdict
+from stepmark.step_memory.memory import calibrated, estimate, stage_estimates, verdict
 from stepmark.step_memory.step_memory import StepMemory
 from stepmark.store.reader import read_records
 
@@ -282,3 +283,33 @@ def test_lookups_of_many_tokens_are_added_by_segments_of_ten(
     # A segment has up to ten tokens of one row of the table, and a sum in fp32.
     segments_bytes = (307 + 520) * 512 * 4
     assert (segments_bytes in sizes) is are_many
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "allocated_gib", "resting_gib"),
+    [
+        ("1f1b", 2, (20.56, 21.44), 11.78),
+        ("interleaved", 2, (22.10, 23.29), 12.28),
+        ("interleaved", 4, (22.91, 24.98), 13.29),
+    ],
+)
+def test_stages_of_a_pipeline_keep_what_they_receive(
+    schedule: str, stages: int, allocated_gib: tuple[float, ...], resting_gib: float
+) -> None:
+    """Two H200s, torch 2.11: 14 layers of Llama 3.1 8B, 16 micro-batches of 2,048 tokens."""
+    model = dataclasses.replace(find_model("llama-3.1-8b").with_layers(14), seq_len=2048)
+    case = TrainCase(
+        model=model,
+        mbs=16,
+        parallel=ParallelConfig(pp=2),
+        data_parallel=DataParallel.NONE,
+        precision=Precision.BF16,
+        pp_schedule=schedule,
+        pp_stages=stages,
+        pp_microbatches=16,
+        device="cuda",
+    )
+    memories = stage_estimates(case)
+    allocated = [memory.allocated_bytes / GIB for memory in memories]
+    assert allocated == pytest.approx(allocated_gib, abs=0.06)
+    assert memories[-1].resting_bytes / GIB == pytest.approx(resting_gib, abs=0.01)

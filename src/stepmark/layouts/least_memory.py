@@ -45,6 +45,7 @@ def least_bytes(candidate: Candidate) -> float:
     # A stage gathers its only chunk for all of its passes.
     gathered = job.dtype.itemsize / whole if candidate.num_chunks == 1 else 0.0
     reduced = settings.reduce_dtype.itemsize / whole
+    message = job.tokens // axes.tp * model.hidden_size * job.dtype.itemsize
     most = 0.0
     for stage, chunks in enumerate(stages):
         if stage in (0, axes.pp - 1) or len(chunks) == 1:
@@ -54,6 +55,9 @@ def least_bytes(candidate: Candidate) -> float:
             needed = (_STATE_BYTES / shards + gathered) * params
             needed += min((again[kind] for chunk in chunks for kind in chunk), default=0)
             needed += max(first, later and later + reduced * params)
+            # Received from neighbours, of all micro-batches.
+            ends = (stage == 0) + (stage == axes.pp - 1)
+            needed += (2 * len(chunks) - ends) * job.num_microbatches * message
             most = max(most, needed + (logits if stage == axes.pp - 1 else 0))
     return most
 

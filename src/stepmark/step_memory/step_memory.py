@@ -126,6 +126,20 @@ class StepMemory:
             self._allocate_buckets()
         for num_bytes in _WORKSPACES if case.device == "cuda" else ():
             self.heap.allocate(num_bytes, "working")
+        if case.parallel.pp > 1:
+            self._allocate_received()
+
+    def _allocate_received(self) -> None:
+        """Allocate what each stage receives of each micro-batch, which stays from step to step.
+
+        torch/distributed/pipelining/stage.py (_create_act_recv_info, _create_grad_recv_info).
+        """
+        case = self._case
+        rows = self._tokens // case.parallel.tp
+        for stage in range(self._stage, case.num_stages, case.parallel.pp):
+            neighbours = (stage > 0) + (stage < case.num_stages - 1)
+            for _ in range(neighbours * case.num_microbatches):
+                self.heap.allocate(rows * self._row_bytes, "working")
 
     def _initialize(self) -> None:
         """Draw whole matrices in fp32, one at a time, of which a rank keeps its part."""
