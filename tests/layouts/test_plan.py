@@ -13,6 +13,7 @@ import pytest
 
 from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import argv, build
 from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.cluster import Cluster
 from stepmark.layouts.layer_kinds import stages_of
@@ -109,13 +110,12 @@ def test_the_best_is_the_fastest_that_fits() -> None:
     assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize("framework", ["megatron", "pytorch"])
-def test_predict_says_the_same_of_every_row(
-    framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_predict_says_the_same_of_the_first_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "layouts.json"
     words = f"plan llama-3.1-8b --gpus 16 --gbs 32 --device h100-sxm --top 2 --json {file}"
-    more = ["--framework", framework, "--mbs", "1", "--seq-len", "2048", "--tp", "1,2"]
+    more = ["--framework", "megatron", "--mbs", "1", "--seq-len", "2048", "--tp", "1,2"]
     assert status([*words.split(), *more]) == 0
     text = capsys.readouterr().out
     document = json.loads(file.read_text())
@@ -123,9 +123,30 @@ def test_predict_says_the_same_of_every_row(
     assert best["best"] == document["layouts"][0]
     (command,) = (line for line in text.split("\n") if line.startswith("  stepmark predict"))
     assert command.strip() == best["command"]
-    out = tmp_path / "prediction.json"
-    assert status([*shlex.split(command)[1:], "--json", str(out)]) == 0
-    assert json.loads(out.read_text())["step_s"] == best["best"]["step_s"]
+    assert predicted_s(shlex.split(command)[1:], tmp_path) == best["best"]["step_s"]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        options(tp=(1, 2), pp=(1, 2), mbs=(1, 2), top=5),
+        options(models=("qwen3-30b-a3b",), gpus=(32,), gbs=64, ep=(8,), pp=(1, 4), top=4),
+    ],
+    ids=["dense", "experts"],
+)
+def test_predict_says_the_same_of_every_row(own: PlanOptions, tmp_path: Path) -> None:
+    result = search(own, own.gpus[0])
+    assert {row["framework"] for row in result.rows} == {"megatron", "pytorch"}
+    for number, row in enumerate(result.rows[: own.top]):
+        words = ["predict", *argv(result.job(number))]
+        assert predicted_s(words, tmp_path) == row["step_s"], words
+
+
+def predicted_s(words: list[str], folder: Path) -> float:
+    """The step of a command."""
+    out = folder / "prediction.json"
+    assert status([*words, "--json", str(out)]) == 0
+    return float(json.loads(out.read_text())["step_s"])
 
 
 def test_every_layout_is_a_step_of_its_framework() -> None:
@@ -280,3 +301,25 @@ def test_pipelines_of_experts_are_estimated_without_gathers_of_each_micro_batch(
     cluster = Cluster(own, 32)
     estimate_s = Estimator(cluster.seconds, cluster.send_s).step_s(candidate)
     assert estimate_s == pytest.approx(cluster.predicted(candidate).step_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("256", [256]),
+        ("64,96", [64, 96]),
+        ("8-64", [8, 16, 32, 64]),
+        ("48-100,64", [48, 96, 64]),
+    ],
+)
+def test_a_range_of_gpus_doubles(text: str, counts: list[int]) -> None:
+    words = {"models": ["llama-3.1-8b"], "gpus": text, "gbs": "64", "device": "h200"}
+    assert [*build(PlanOptions, words).gpus] == counts
+
+
+@pytest.mark.parametrize("text", ["", "0", "64-8", "8-", "-8", "x", "8,,16", str(2**21)])
+def test_a_wrong_number_of_gpus_is_refused(text: str) -> None:
+    words = {"models": ["llama-3.1-8b"], "gpus": text, "gbs": "64", "device": "h200"}
+    with pytest.raises(ConfigError) as caught:
+        build(PlanOptions, words)
+    assert caught.value.field == "gpus"

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 from stepmark.cases.train_case import NARROW
+from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_groups import Files
 from stepmark.ground.options import (
     REQUIRED,
+    Reader,
     WholeNumbers,
     between,
     comma_list,
@@ -22,6 +24,36 @@ BOTH = "both"
 RECOMPUTED = ("none", "quarter", "half", "full")  # layers that are recomputed
 
 
+_MOST_GPUS = 2**20
+
+
+def _read_counts(text: str, field: str) -> tuple[int, ...]:
+    """Read 256, 256,384 or 256-4096, whose numbers double."""
+    counts: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        is_number = first.isdecimal() and (last.isdecimal() if dash else True)
+        if not is_number or not 1 <= int(first) <= int(last or first) <= _MOST_GPUS:
+            allowed = "numbers of GPUs such as 256, 256,384 or 256-4096, which doubles them"
+            raise ConfigError(field, text, allowed)
+        count = int(first)
+        while count <= int(last or first):
+            counts.append(count)
+            count *= 2
+    return tuple(dict.fromkeys(counts))
+
+
+GpuCounts = Annotated[
+    tuple[int, ...],
+    Reader(
+        read=_read_counts,
+        show=lambda numbers: ",".join(map(str, numbers)),
+        metavar="256|256-4096",
+        is_sequence=True,
+    ),
+]
+
+
 @group
 class Job:
     """Job."""
@@ -33,7 +65,10 @@ class Job:
         metavar="MODEL",
         names="model",
     )
-    gpus: WholeNumbers = flag("GPUs in all; several: a line for each number", default=REQUIRED)
+    gpus: GpuCounts = flag(
+        "GPUs in all; several, or a range that doubles: a line for each number",
+        default=REQUIRED,
+    )
     gbs: int = flag(
         "sequences per optimizer step",
         "--gbs",
