@@ -180,7 +180,7 @@ TOO_LARGE = {
     "llama-3.1-8b --nproc 8 --strategy fsdp --mbs 4": "--ac full",
     "gpt2-1.5b --nproc 1 --mbs 64": "--mbs 8 --grad-accum 8",
     "llama-3.1-8b --nproc 8 --strategy fsdp --mbs 16": "--mbs 2 --grad-accum 8 --ac full",
-    "llama-3.1-8b --nproc 4 --pp 4 --mbs 64": "--ac full --pp-microbatches 32",
+    "llama-3.1-8b --nproc 4 --pp 4 --mbs 64": "--ac full --pp-microbatches 64",
     "llama-3.1-8b --nproc 8 --strategy ddp": "--strategy fsdp --nproc 8 --ac selective",
     "llama-3.1-8b --nproc 1": "--strategy tp --nproc 4 --tp 4",
     "llama-3.1-8b --nproc 1 --gbs 8": "--strategy fsdp --nproc 4 --grad-accum 2 --ac full",

@@ -226,6 +226,10 @@ TRAINED: dict[str, dict[str, Any]] = {
     "hsdp": {"nproc": "4", "strategy": "fsdp", "dp_replicate": "2"},
     "tp": {"nproc": "2", "strategy": "tp"},
     "pp": {"nproc": "2", "strategy": "pp", "mbs": "4"},
+    "interleaved": {
+        **{"nproc": "2", "strategy": "pp", "mbs": "8"},
+        "pp_schedule": "interleaved",
+    },
     "pp of 4": {"nproc": "4", "strategy": "pp", "mbs": "8"},
     "cp": {"nproc": "2", "strategy": "cp", "grad_accum": "4"},
     "fsdp pp": {"nproc": "4", "strategy": "fsdp", "pp": "2", "mbs": "4", "grad_accum": "4"},
@@ -264,6 +268,7 @@ OF_STEP: dict[str, tuple[Any, ...]] = {
     "tp_plan": ("whole",),
     "pp_split": ("even",),
     "pp_schedule": ("interleaved",),
+    "pp_stages": ("4",),
     "pp_microbatches": ("8",),
 }
 UNDERIVED: tuple[str, ...] = ()  # whose messages PyTorch's rules refuse to derive
