@@ -409,3 +409,38 @@ def test_a_stage_without_layers_repeats_as_others_do(monkeypatch: pytest.MonkeyP
     assert few.num_omitted > 0
     monkeypatch.setattr(simulation, "_REPEATS", 24)
     assert few.step_s == pytest.approx(simulate(workload, machine).step_s, rel=1e-12)
+
+
+def with_shared_blocks(workload: Workload) -> Workload:
+    """The same program whose equal blocks have one name, in all stages."""
+    blocks = dict(workload.blocks)
+    while True:
+        first: dict[Any, str] = {}
+        names = {name: first.setdefault(items, name) for name, items in blocks.items()}
+        if len(first) == len(blocks):
+            return replace(workload, blocks=blocks)
+        blocks = {
+            name: tuple(
+                replace(item, block=names[item.block]) if isinstance(item, Run) else item
+                for item in items
+            )
+            for items, name in first.items()
+        }
+        stages = tuple(replace(each, step=names[each.step]) for each in workload.stages)
+        workload = replace(workload, stages=stages)
+
+
+def test_stages_may_share_blocks_of_messages_between_stages() -> None:
+    """Each stage has its own neighbours."""
+    job = Job(
+        model=TINY,
+        parallel=ParallelConfig(dp_shard=2, pp=4),
+        mbs=1,
+        gbs=16,
+    )
+    own = megatron.workload(job, Megatron())
+    shared = with_shared_blocks(own)
+    assert len(shared.blocks) < len(own.blocks)
+    for contention in (False, True):
+        prices = costs(contention=contention)
+        assert simulate(shared, prices).step_s == simulate(own, prices).step_s

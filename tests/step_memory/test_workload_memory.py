@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from stepmark.api.workload import workload as generate
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import DataParallel
 from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import find_model
@@ -15,10 +17,12 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.step.native import decode, encode
 from stepmark.step.workload import Workload
 from stepmark.step_memory import workload_memory
-from stepmark.step_memory.memory import estimate
+from stepmark.step_memory.memory import estimate, stage_estimates
+from stepmark.step_memory.pytorch_memory import stage_memories
 from stepmark.step_memory.workload_memory import known_job, memory_of, verdict, what_fits
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.pytorch.case import job_of, settings_of
 from stepmark.workloads.shrink import shrunk
 
 LLAMA = find_model("llama-3.1-8b")
@@ -64,6 +68,22 @@ def test_the_case_of_train_has_the_same() -> None:
     case = case_of(*known)
     assert (case.grad_accum, case.precision.value, case.strategy) == (8, "amp", "fsdp")
     assert memory_of(workload("fsdp"))[0] == estimate(case)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_interleaved_stages_of_a_job_are_those_of_train(stages: int) -> None:
+    model = replace(LLAMA, num_layers=8, seq_len=1024)
+    case = TrainCase(
+        model=model,
+        mbs=8,
+        parallel=ParallelConfig(pp=2),
+        data_parallel=DataParallel.NONE,
+        pp_schedule="interleaved",
+        pp_stages=stages,
+        pp_microbatches=8,
+    )
+    memories = stage_memories(job_of(case), settings_of(case))
+    assert memories == stage_estimates(case)
 
 
 def test_what_no_rule_made_has_none() -> None:

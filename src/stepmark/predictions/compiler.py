@@ -181,8 +181,7 @@ class Compiler:
             self._is_of_stage[block] = any(
                 self._depends_on_stage(item.block)
                 if isinstance(item, Run)
-                else isinstance(item, CommOp)
-                and (item.peer is not None or self._joins_stages[item.group])
+                else isinstance(item, CommOp) and self._joins_stages[item.group]
                 for item in self._workload.blocks[block]
             )
         return self._is_of_stage[block]
