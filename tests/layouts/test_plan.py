@@ -159,8 +159,26 @@ def test_every_layout_is_a_step_of_its_framework() -> None:
         assert layers == candidate.job.model.num_layers
 
 
-def test_the_bound_of_memory_is_one() -> None:
-    own = options(models=("qwen3-30b-a3b",), gpus=(32,), gbs=64)
+def test_memory_is_derived_where_the_bound_allows_a_layout() -> None:
+    own = options(framework="pytorch", tp=(1,), pp=(1,), mbs=(2,), recompute=("none",))
+    (candidate, *_) = layouts(own)
+    cluster = Cluster(own, 16)
+    share = (candidate.needed_bytes - 2**28) / (cluster.most_bytes / own.memory)
+    assert least_bytes(candidate) < share * cluster.most_bytes / own.memory
+    tight = dataclasses.replace(own, memory=share, recompute=("none", "full"))
+    rows = search(tight, 16).rows
+    assert {row["recompute"] for row in rows if row["dp_replicate"] == 1} == {"full"}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        options(models=("qwen3-30b-a3b",), gpus=(32,), gbs=64),
+        options(framework="pytorch", gpus=(8,), tp=(1,), pp=(1, 2), mbs=(1, 4), seq_len=8192),
+    ],
+    ids=["experts", "dense"],
+)
+def test_the_bound_of_memory_is_one(own: PlanOptions) -> None:
     for candidate in random.Random(3).sample(layouts(own), 10):
         assert least_bytes(candidate) <= candidate.memory.reserved_bytes, candidate.options
 
