@@ -300,25 +300,22 @@ def test_the_page_has_layouts_and_ledgers(tmp_path: Path) -> None:
     assert "allowed: 73.6 GiB" in text
 
 
-def test_pipelines_of_experts_are_estimated_without_gathers_of_each_micro_batch() -> None:
-    """Each stage gathers its weights once a step, as one stage does in each micro-batch."""
+def test_a_pipeline_over_sequences_is_estimated_without_gathers_of_each_micro_batch() -> None:
+    """Each of its stages gathers weights once a step, which one stage does every time."""
     own = options(
-        models=("qwen3-30b-a3b",),
-        gpus=(32,),
         gbs=256,
         framework="pytorch",
-        ep=(8,),
         cp=(2,),
         tp=(1,),
-        pp=(4,),
+        pp=(2,),
         vpp=(1,),
         mbs=(1,),
         recompute=("none",),
     )
     (candidate, *_) = layouts(own)
-    cluster = Cluster(own, 32)
+    cluster = Cluster(own, 16)
     estimate_s = Estimator(cluster.seconds, cluster.send_s).step_s(candidate)
-    assert estimate_s == pytest.approx(cluster.predicted(candidate).step_s, rel=0.1)
+    assert estimate_s == pytest.approx(cluster.predicted(candidate).step_s, rel=0.05)
 
 
 @pytest.mark.parametrize(
