@@ -107,8 +107,9 @@ class _Writer:
         for reason, numbers in self._refused.items():
             yield f"no file of row {', '.join(numbers)}: {reason}"
         yield from self._losses
-        others = {each for each in folder.iterdir() if each.suffix in _SUFFIXES}
-        if others := others - {*self._paths}:
+        files_there = {each for each in folder.iterdir() if each.suffix in _SUFFIXES}
+        others = files_there - {*self._paths}
+        if others:
             first_name = min(each.name for each in others)
             yield f"{folder} has {len(others)} more of earlier searches, as {first_name}"
 

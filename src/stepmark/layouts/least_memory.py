@@ -28,7 +28,7 @@ def least_bytes(candidate: Candidate) -> float:
     stages = chunks_of(candidate)
     kinds = {kind for chunks in stages for chunk in chunks for kind in chunk}
     saved = {kind: _saved_by_layer(candidate, kind) for kind in kinds}
-    # More of a layer in its backward pass, which computes again what was not kept.
+    # More of a layer in its backward pass, which computes again what was not saved.
     again = {
         kind: _saved_by_layer(candidate, kind._replace(is_recomputed=False)) - saved[kind]
         for kind in kinds
@@ -54,7 +54,9 @@ def least_bytes(candidate: Candidate) -> float:
             first, later = _saved_bytes(candidate, stage, sizes)
             needed = (_STATE_BYTES / shards + gathered) * params
             needed += min((again[kind] for chunk in chunks for kind in chunk), default=0)
-            needed += max(first, later and later + reduced * params)
+            if later:
+                first = max(first, later + reduced * params)
+            needed += first
             # Received from neighbours, of all micro-batches.
             ends = (stage == 0) + (stage == axes.pp - 1)
             needed += (2 * len(chunks) - ends) * job.num_microbatches * message

@@ -181,7 +181,7 @@ def _checkpointing(recompute: str) -> Blocks:
 
 
 def lines_of_steps(options: PlanOptions, anchored: Anchored) -> Iterator[str]:
-    """Yield what was measured beside what was predicted, and what was not measured."""
+    """Yield measured and predicted times, and what was not measured."""
     rows = [
         {
             "measured": format_time(row.measured_s),

@@ -133,7 +133,7 @@ class PlanOptions(Job, Machine, NetworkOptions, Measured, Ranges, Files):
     """Output."""
 
     html: str | None = flag(
-        "times and memory, and ledgers beside the best, as one page", metavar="PATH"
+        "time over memory, and ledgers of the best layouts, as one page", metavar="PATH"
     )
     written = (*Files.written, "html")
 

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: layouts by time and memory, and the best beside its neighbours."""
+"""A plan as one HTML page: time over memory, ledgers of the best and of its neighbours."""
 
 from collections.abc import Iterator, Sequence
 

@@ -2,7 +2,7 @@
 
 A step of one pipeline stage takes once + layers x once_layer + micro-batches x (ends + layers x
 layer), where layers of each kind (dense, with experts; recomputed or not) have seconds of their
-own. Few steps of one or two layers and micro-batches tell these; they have the stage's own
+own. Steps of up to three layers and two micro-batches tell these; they have the stage's own
 ranks, so that their messages, host, contention and the overlap of both are the simulation's.
 
 Stages of a pipeline then take (m - 1) x slowest + the sum of all / chunks (Narayanan et al.,
@@ -177,6 +177,6 @@ class Estimator:
 def _few_layers(candidate: Candidate) -> int:
     """Return the layers of a small step, to which one more is added.
 
-    FSDP without a pipeline gathers a layer beside the one before, in each micro-batch.
+    FSDP without a pipeline gathers a layer while the one before computes, each time.
     """
     return 2 if not candidate.is_megatron and candidate.parallel.pp == 1 else 1
