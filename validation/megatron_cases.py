@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepmark.ground.dtypes import DType
-from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.model.layers import MlaConfig, MoeConfig
+from stepmark.model.model import ModelConfig
 from stepmark.model.parallel import ParallelConfig
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron.settings import (

@@ -16,7 +16,9 @@ from stepmark.cases.training import CompileScope, Recompute
 from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import ModelConfig, MoeConfig, find_model
+from stepmark.model.layers import MoeConfig
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.step.layout import model_as

@@ -153,7 +153,7 @@ def test_each_dtype_is_reproduced(family: str) -> None:
 
 
 def test_models_layers_are_reproduced() -> None:
-    from stepmark.model.model import find_model
+    from stepmark.model.model_tables import find_model
     from stepmark.model.parallel import ParallelConfig
     from stepmark.model.product_precision import of_operators
     from stepmark.step.layout import Inputs, layout_of

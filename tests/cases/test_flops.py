@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from stepmark.cases import flops
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Recompute
-from stepmark.model.model import ModelConfig, find_model, load_models
+from stepmark.model.layers import DENSE, EXPERTS
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model, load_models
 from stepmark.model.ops import Attention, Gemm, Phase
 
 MODELS = sorted(load_models())
@@ -93,7 +95,7 @@ def test_scores_are_those_of_the_operator(name: str, seq_len: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_products_of_a_block_are_all_its_weights(name: str) -> None:
     model = find_model(name)
-    for moe in (False, True)[: 1 + bool(model.moe)]:
+    for moe in (DENSE, EXPERTS)[: 1 + bool(model.moe)]:
         products = [one.num_active for one in model.linears(moe)]
         assert sum(products) == model.layer_matmul_params(moe, active=True)
         assert all(products) or not model.ffn_hidden_size
@@ -117,7 +119,7 @@ def case(name: str, recompute: Recompute, blocks: tuple[int, int] = (1, 1)) -> T
 def test_full_recompute_runs_all_but_the_head_and_the_last_products_twice(name: str) -> None:
     """Of experts the last product, too, unless an MLP of shared ones follows."""
     model = find_model(name)
-    dense, moe = model.linears(), model.linears(moe=True)
+    dense, moe = model.linears(), model.linears(EXPERTS)
     last = model.num_dense_layers * dense[-1].num_active
     if model.moe and model.moe.num_shared_experts:
         last += model.num_moe_layers * moe[-1].num_active

@@ -23,7 +23,7 @@ from stepmark.cli.main import status
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build, plain
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.runs import dry_run, run
 from stepmark.step_memory.memory import estimate

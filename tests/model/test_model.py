@@ -5,8 +5,10 @@ from fractions import Fraction
 import pytest
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model import model as model_module
-from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig, find_model, load_models
+from stepmark.model import model_tables
+from stepmark.model.layers import DENSE, EXPERTS, MlaConfig, MoeConfig
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model, load_models
 
 # Counts of published checkpoints (safetensors headers or the model's own printed count).
 EXACT = {
@@ -98,11 +100,11 @@ def test_parts_add_up_to_the_whole(name: str) -> None:
 
 def check_sum(model: ModelConfig) -> None:
     layers = model.num_dense_layers * model.layer_params()
-    layers += model.num_moe_layers * model.layer_params(moe=True)
+    layers += model.num_moe_layers * model.layer_params(EXPERTS)
     rest = model.num_embedding_params + model.head_params + model.norm_params
     assert layers + rest == model.num_params
     assert model.num_dense_layers + model.num_moe_layers == model.num_layers
-    moe = model.moe is not None
+    moe = EXPERTS if model.moe else DENSE
     weights = sum(one.num_weights for one in model.linears(moe))
     assert model.layer_matmul_params(moe) == weights
     assert model.layer_params(moe) >= weights + 2 * model.norm_params
@@ -135,14 +137,14 @@ def test_every_model_names_its_source_and_is_found_by_each_name(name: str) -> No
 
 
 def test_no_name_means_two_models() -> None:
-    names = [model_module._key(n) for m in load_models().values() for n in (m.name, *m.aliases)]
+    names = [model_tables._key(n) for m in load_models().values() for n in (m.name, *m.aliases)]
     spelt_alike = {n for n in names if names.count(n) > 1}
     # An alias may repeat its own model's name in another spelling, never another model's.
     for key in spelt_alike:
         owners = {
             m.name
             for m in load_models().values()
-            if key in map(model_module._key, (m.name, *m.aliases))
+            if key in map(model_tables._key, (m.name, *m.aliases))
         }
         assert len(owners) == 1
 
@@ -177,7 +179,7 @@ def test_a_file_name_loads_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_all() -> None:
         raise AssertionError("the other files were read")
 
-    monkeypatch.setattr(model_module, "load_models", load_all)
+    monkeypatch.setattr(model_tables, "load_models", load_all)
     assert find_model("Qwen3-8B").num_layers == 36
 
 
@@ -292,7 +294,7 @@ def test_sizes_are_positive_integers(field: str, bad: object) -> None:
     [
         ({"num_heads": 3}, "num_heads"),
         ({"num_kv_heads": 8}, "num_heads"),
-        ({"activation": "relu"}, "activation"),
+        ({"activation": "tanh"}, "activation"),
         ({"norm": "batchnorm"}, "norm"),
         ({"qkv_bias": 1}, "qkv_bias"),
         ({"name": ""}, "name"),

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from stepmark.model.model import NO_IDENTITY, MlaConfig, ModelConfig, find_model, load_models
+from stepmark.model.layers import MlaConfig
+from stepmark.model.model import NO_IDENTITY, ModelConfig
 from stepmark.model.model_names import architecture, distinct_names
+from stepmark.model.model_tables import find_model, load_models
 
 LLAMA = find_model("llama-3.1-8b")
 MIXTRAL = find_model("mixtral-8x7b")

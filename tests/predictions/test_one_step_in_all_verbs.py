@@ -9,7 +9,7 @@ from stepmark.cases.flops import per_token
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Recompute
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import find_model, load_models
+from stepmark.model.model_tables import find_model, load_models
 from stepmark.predictions.predict import of_job
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.runs import dry_run

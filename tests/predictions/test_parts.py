@@ -12,7 +12,7 @@ from tests.traces.comm_traces import MAIN, TraceWriter
 from stepmark.cases.comm_curve import Curve
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.predictions import calibration
 from stepmark.predictions.calibration import _unscaled

@@ -12,7 +12,8 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, GradSync, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.kernel_groups import COMMUNICATION
-from stepmark.model.model import MoeConfig, find_model
+from stepmark.model.layers import MoeConfig
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Gemm, Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.predictions import simulation

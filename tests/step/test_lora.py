@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.layout import FUSED, Inputs, ShardLayout

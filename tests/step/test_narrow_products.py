@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stepmark.ground.dtypes import DType
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Gemm, GroupedGemm, Layout, Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import ModelConfig, find_model, load_models
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model, load_models
 from stepmark.model.ops import Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.layout import FUSED, Inputs, ShardLayout

@@ -10,7 +10,8 @@ from tests.model.ops_samples import OPTIONS
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import MESSAGE_DTYPES, DType
 from stepmark.model.collectives import Collective, RedOp
-from stepmark.model.model import MoeConfig, find_model
+from stepmark.model.layers import MoeConfig
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Gemm, Phase
 from stepmark.step.workload import (
     Block,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step_memory.deepspeed_memory import stage_memories
 from stepmark.step_memory.rank_memory import RankMemory

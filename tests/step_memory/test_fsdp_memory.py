@@ -9,7 +9,7 @@ import pytest
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, GradSync, Recompute
 from stepmark.model.collectives import Collective
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.tree import stage_of_case
 from stepmark.step.workload import CommOp

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from stepmark.ground.dtypes import DType
-from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step_memory.megatron_memory import stage_memories
 from stepmark.workloads.job import Job

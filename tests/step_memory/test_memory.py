@@ -18,7 +18,8 @@ from stepmark.cases.training import (
 )
 from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective
-from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Attention, Phase
 from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan
 from stepmark.step.workload import CommOp, ComputeOp

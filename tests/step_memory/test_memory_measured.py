@@ -11,7 +11,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.units import GIB
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.tree import stage_of_case
 from stepmark.step_memory.allocator import Allocator, Block

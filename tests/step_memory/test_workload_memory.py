@@ -12,7 +12,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel
 from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.native import decode, encode
 from stepmark.step.workload import Workload

@@ -45,7 +45,8 @@ from stepmark.comparison.series import STRICT, mean_of_cycles, series_of_records
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.ratio import Ratio
-from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.runs import runs
 from stepmark.store import codec

@@ -12,7 +12,8 @@ from torch import Tensor
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, GradSync, Precision, Recompute, Schedule
 from stepmark.measuring.ranks import Ranks
-from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.training import trainer
 from stepmark.training.model_parallel import (

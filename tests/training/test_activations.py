@@ -9,7 +9,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Precision, Recompute
-from stepmark.model.model import Activation, ModelConfig, find_model
+from stepmark.model.model import Activation, ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.step_memory.memory import estimate
 from stepmark.training import parallelize
 from stepmark.training.transformer import Transformer, init_weights, tie

@@ -27,7 +27,7 @@ from stepmark.cases.training import CompileScope, Schedule
 from stepmark.measuring import run_cases
 from stepmark.measuring.context import MeasureContext
 from stepmark.measuring.ranks import Ranks
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.training import bench, profiling, trainer
 from stepmark.training import train_columns as report
 from stepmark.training.bench import FailureBroadcast, Problem, TrainingBench

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.training import data
 from stepmark.training.data import Batch, describe, loader
 

@@ -11,7 +11,9 @@ from tests.training.models import batch, made
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepmark.model.model import ModelConfig, MoeConfig, find_model
+from stepmark.model.layers import MoeConfig
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.training.layers import (
     Compute,
     Experts,

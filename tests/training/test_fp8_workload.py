@@ -10,7 +10,7 @@ from tests.training.models import made
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Fp8
 from stepmark.ground.dtypes import DType
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Gemm, Phase
 from stepmark.step.layout import is_cast
 from stepmark.step.workload import ComputeOp

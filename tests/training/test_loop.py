@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Schedule
 from stepmark.measuring.ranks import Ranks
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.training import loop
 from stepmark.training.loop import Loop
 

@@ -10,7 +10,7 @@ from tests.training.models import made
 from tests.training.workload_on_ranks import adapt
 from torch.utils.flop_counter import FlopCounterMode
 
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Gemm, Phase
 from stepmark.step.workload import ComputeOp
 from stepmark.workloads.job import Job

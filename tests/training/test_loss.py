@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.training.models import apart, batch, gradients, made
 from torch import Tensor, nn
 
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.training.transformer import IGNORED, chunked_loss, mean_loss
 
 

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Phase
 from stepmark.step.trace_ops import MARK
 from stepmark.step.workload import ComputeOp

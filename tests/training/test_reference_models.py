@@ -14,7 +14,8 @@ import torch
 from tests.training.models import apart, batch, gradients, made
 from torch import Tensor, nn
 
-from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 
 Named = dict[str, Tensor]
 

@@ -11,7 +11,7 @@ from tests.training.models import batch, gradients, made
 from torch import Tensor, nn
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import find_model, load_models
+from stepmark.model.model_tables import find_model, load_models
 from stepmark.training.attention import causal_attention, rope_tables, rotate
 from stepmark.training.layers import Norm
 from stepmark.training.transformer import Transformer

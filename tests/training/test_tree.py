@@ -16,7 +16,8 @@ from stepmark.capture.run import capture
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, Precision
 from stepmark.ground.dtypes import DType
-from stepmark.model.model import ModelConfig, load_models
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import load_models
 from stepmark.model.ops import Attention, Gemm, GroupedGemm, Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.layout import Inputs, ShardLayout

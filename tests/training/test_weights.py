@@ -10,7 +10,7 @@ from tests.training.weights_on_ranks import check_all
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.training.transformer import Transformer, canonical_name, init_weights, tie
 
 KINDS = ("gpt2-125m", "llama-3.1-8b", "deepseek-v3")

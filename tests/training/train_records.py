@@ -28,7 +28,8 @@ from stepmark.cases.training import (
 )
 from stepmark.ground.dtypes import DType
 from stepmark.model.device import DeviceSpec
-from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 
 STRAGGLER = 3

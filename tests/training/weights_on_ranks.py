@@ -14,7 +14,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from stepmark.measuring.ranks import Ranks
-from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.training.transformer import Transformer, init_weights, tie
 
 PLAN = {

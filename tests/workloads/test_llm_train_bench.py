@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.workloads.formats.benchmark_models import is_config, read_config
 
 from .mutations import mutated, only_config_errors

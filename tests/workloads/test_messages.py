@@ -3,7 +3,7 @@
 import pytest
 
 from stepmark.model.collectives import Collective, trimmed_count
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.workloads.messages import messages
 
 

@@ -11,7 +11,9 @@ from tests.parsing import parse
 from stepmark.ground.dtypes import OPERATOR_DTYPES, DType
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring.machine import machine
-from stepmark.model.model import ModelConfig, find_model, load_models
+from stepmark.model import layers
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model, load_models
 from stepmark.model.ops import (
     Attention,
     Copy,
@@ -96,7 +98,7 @@ def test_dense_forward_is_two_flops_per_weight_and_token(name: str, mbs: int) ->
 def test_moe_forward_is_two_flops_per_active_weight_and_token(name: str) -> None:
     where = shape(name)
     model = where.model
-    weights = model.layer_matmul_params(moe=True, active=True)
+    weights = model.layer_matmul_params(layers.EXPERTS, active=True)
     named = [one for one in model.linears() if one.name.startswith("attention.")]
     attention = sum(one.num_weights for one in named)
     if model.num_dense_layers:  # both kinds of layer are listed; attention once

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import find_model
+from stepmark.model.layers import EXPERTS
+from stepmark.model.model_tables import find_model
 from stepmark.workloads.formats.benchmark_models import (
     read_attention_shapes,
     read_model_configs,
 )
-from stepmark.workloads.formats.huggingface import read_config
+from stepmark.workloads.formats.huggingface.config import read_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = json.loads((EXAMPLES / "model_configs.json").read_text())
@@ -45,7 +46,7 @@ def test_the_ten_models() -> None:
         if real.moe is None:
             assert model.layer_params() == real.layer_params()
         elif model.moe:  # Mixtral is dense in Primus
-            assert model.layer_matmul_params(moe=True) == real.layer_matmul_params(moe=True)
+            assert model.layer_matmul_params(EXPERTS) == real.layer_matmul_params(EXPERTS)
 
 
 def test_shared_experts_have_their_own_width() -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.rank_program import check_ends, communicators
 from stepmark.step.workload import CommOp, Workload

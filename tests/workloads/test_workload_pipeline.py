@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Gemm, Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload

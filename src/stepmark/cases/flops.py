@@ -22,7 +22,10 @@ from dataclasses import dataclass
 from stepmark.cases.recompute import rerun_products
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Recompute
+from stepmark.model.layers import DENSE, Layer
 from stepmark.model.model import ModelConfig
+from stepmark.model.ops.attention import masked_pairs
+from stepmark.model.scans import scan_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +74,27 @@ def of_model(model: ModelConfig, again: float, *, is_frozen: bool = False) -> To
 
 def forward(model: ModelConfig) -> float:
     """Return one token's forward products with the head, without the embedding lookup."""
-    return 2 * model.num_active_matmul_params + model.num_layers * scores(model)
+    mixed = sum(count * scores(model, layer) for layer, count in model.all_layer_counts.items())
+    return 2 * model.num_active_matmul_params + mixed
 
 
-def scores(model: ModelConfig) -> float:
-    """Return q k.T and p v of one token in one layer, forward, under the causal mask."""
-    pairs = model.seq_len**2 // 2
-    return 2 * pairs * model.num_heads * (model.d_qk + model.d_v) / model.seq_len
+def scores(model: ModelConfig, layer: Layer = DENSE) -> float:
+    """Return q k.T and p v of one token in one layer, forward, under its mask; or its scan."""
+    own = model.of_layer(layer)
+    total = float(scan_flops(model, layer))
+    if layer.has_attention:
+        pairs = masked_pairs(model.seq_len, keys_of(model, layer), layer.chunk)
+        total += 2 * pairs * own.num_heads * (own.d_qk + own.d_v) / model.seq_len
+    if layer.has_attention and model.mla and (indexer := model.mla.indexer):
+        pairs = masked_pairs(model.seq_len)
+        total += 2 * pairs * indexer.num_heads * indexer.head_dim / model.seq_len
+    return total
+
+
+def keys_of(model: ModelConfig, layer: Layer) -> int:
+    """Return the keys that a query attends to at most; 0: all earlier ones."""
+    indexer = model.mla.indexer if model.mla else None
+    return indexer.top_k if indexer else layer.window
 
 
 def torchtitan(model: ModelConfig) -> float:
@@ -91,9 +108,15 @@ def palm_all(model: ModelConfig) -> float | None:
 
 
 def _square(model: ModelConfig) -> float:
-    """Return the scores of all T keys, forward and backward: 12 L H Dh T with heads Dh wide."""
-    width = model.num_heads * (model.d_qk + model.d_v)
-    return 6 * model.num_layers * width * model.seq_len
+    """Return the scores of all T keys, forward and backward: 12 L H Dh T with heads Dh wide.
+
+    Layers without attention have none; windows are not regarded.
+    """
+    width = 0
+    for layer, count in model.all_layer_counts.items():
+        own = model.of_layer(layer)
+        width += layer.has_attention * count * own.num_heads * (own.d_qk + own.d_v)
+    return 6 * width * model.seq_len
 
 
 def recomputed(case: TrainCase) -> float:
@@ -102,11 +125,11 @@ def recomputed(case: TrainCase) -> float:
     With OPS attention is kept.
     """
     model = case.model
-    attention = 0.0 if case.recompute is Recompute.OPS else scores(model)
     total = 0.0
-    for index, is_checkpointed in enumerate(case.is_checkpointed):
+    for layer, is_checkpointed in zip(model.layers, case.is_checkpointed, strict=True):
         if is_checkpointed:
-            linears = model.linears(index >= model.num_dense_layers)
+            attention = 0.0 if case.recompute is Recompute.OPS else scores(model, layer)
+            linears = model.linears(layer)
             # Rows of routed experts are weighted after their last product.
             again = rerun_products(
                 len(linears), case.recompute, saves_last=linears[-1].is_routed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from stepmark.cases.case import Label
-from stepmark.cases.fields import Need, Role, Shown, field_of, fields_of, identity
+from stepmark.cases.fields import Need, Role, Shown, field_of, identity
 from stepmark.cases.training import (
     CompileScope,
     DataParallel,
@@ -18,7 +18,7 @@ from stepmark.cases.training import (
 )
 from stepmark.ground.dtypes import DType, parse_dtype
 from stepmark.ground.options import Reader, between, words_of
-from stepmark.model.model import FORMERLY, NO_IDENTITY, ModelConfig
+from stepmark.model.model import ModelConfig, identity_of
 from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan, stage_layers
 
 Count = Annotated[int, between(1, 65536)]
@@ -407,11 +407,8 @@ class TrainCase:
     @property
     def case_id(self) -> str:
         """Return the SHA-256 of the canonical JSON of the identity."""
-        fields = fields_of(self.model, without=NO_IDENTITY)
-        model = {
-            name: fields[name] for name in fields if fields[name] != FORMERLY.get(name, ...)
-        }
+        model = identity_of(self.model)
         values = {**identity(self), "family": self.family, "model": model}
         # With spaces, unlike identity_hash: identities of published runs stay.
-        text = json.dumps(values, sort_keys=True, default=fields_of)
+        text = json.dumps(values, sort_keys=True, default=identity_of)
         return hashlib.sha256(text.encode()).hexdigest()

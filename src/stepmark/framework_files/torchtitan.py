@@ -20,7 +20,7 @@ from stepmark.framework_files.table import (
     without_effect,
 )
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 
 _FAMILIES = ("llama2", "llama3", "deepseek_v3", "qwen3")
 # Flavors that are models of ours; others have widths of their own.

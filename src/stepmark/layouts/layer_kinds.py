@@ -1,11 +1,11 @@
-"""Layers of a layout's stages, by kind: with experts or dense, recomputed or not."""
+"""Layers of a layout's stages, by kind: which layer, recomputed or not."""
 
 from collections import Counter
 from typing import NamedTuple
 
 from stepmark.cases.training import Recompute
 from stepmark.layouts.candidate import Candidate
-from stepmark.model.model import ModelConfig
+from stepmark.model.layers import Layer
 from stepmark.model.parallel import stage_layers
 from stepmark.workloads.rules.megatron.settings import Granularity, make_plan
 from stepmark.workloads.rules.megatron.stage_partition import partition
@@ -16,7 +16,7 @@ from stepmark.workloads.rules.pytorch.units import groups_of
 class Kind(NamedTuple):
     """Kind of a layer."""
 
-    has_experts: bool
+    layer: Layer
     is_recomputed: bool
 
 
@@ -57,17 +57,14 @@ def chunks_of(candidate: Candidate) -> list[list["Counter[Kind]"]]:
             is_some = bool(layer % every < some)
             return is_some if recompute is Recompute.BLOCKS else recompute is not Recompute.NONE
 
+    of_model = model.layers
     return [
         [
             Counter(
-                Kind(_has_experts(model, layer), is_again(index, layer))
+                Kind(of_model[layer], is_again(index, layer))
                 for index, layer in enumerate(layers)
             )
             for layers in own
         ]
         for own in chunks
     ]
-
-
-def _has_experts(model: ModelConfig, layer: int) -> bool:
-    return model.moe is not None and layer >= model.moe.first_dense_layers

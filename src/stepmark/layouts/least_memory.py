@@ -33,7 +33,7 @@ def least_bytes(candidate: Candidate) -> float:
         kind: _saved_by_layer(candidate, kind._replace(is_recomputed=False)) - saved[kind]
         for kind in kinds
     }
-    numel = {kind: model.layer_params(moe=kind.has_experts) for kind in kinds}
+    numel = {kind: model.layer_params(kind.layer) for kind in kinds}
     whole = axes.tp * axes.ep  # ranks that divide gathered weights
     if axes.pp == 1:
         (chunk,) = stages[0]
@@ -93,7 +93,7 @@ def _saved_bytes(candidate: Candidate, stage: int, sizes: Sequence[int]) -> tupl
 
 
 def _saved_by_layer(candidate: Candidate, kind: Kind) -> int:
-    unit = one_stage(candidate, {kind.has_experts: 1}, kind.is_recomputed, 1)
+    unit = one_stage(candidate, {kind.layer: 1}, kind.is_recomputed, 1)
     axes = unit.parallel
     # Data ranks but those of experts change nothing that a block keeps.
     own = replace(axes, dp_shard=axes.ep, dp_replicate=1)

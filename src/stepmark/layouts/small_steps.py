@@ -1,11 +1,13 @@
 """Steps of one stage with few layers, from which those of a layout are composed."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from stepmark.cases.training import DataParallel, GradSync, Recompute
 from stepmark.layouts.candidate import Candidate
+from stepmark.model.layers import Layer
 from stepmark.workloads.rules.megatron.settings import Granularity
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
@@ -47,14 +49,16 @@ def without_pipeline(candidate: Candidate) -> Candidate:
 
 
 def one_stage(
-    candidate: Candidate, counts: Mapping[bool, int], again: bool, num_microbatches: int
+    candidate: Candidate, counts: Mapping[Layer, int], again: bool, num_microbatches: int
 ) -> Candidate:
     """Return the job of one stage with so many layers of each kind."""
     has_pipeline = candidate.parallel.pp > 1
     candidate = without_pipeline(candidate)
     job = candidate.job
-    moe = job.model.moe and replace(job.model.moe, first_dense_layers=counts.get(False, 0))
-    model = replace(job.model, num_layers=sum(counts.values()), moe=moe)
+    layers = Counter(counts).elements()
+    pattern = tuple(sorted(layers, key=lambda layer: layer.has_experts))
+    moe = job.model.moe and replace(job.model.moe, first_dense_layers=0)
+    model = replace(job.model, num_layers=len(pattern), pattern=pattern, moe=moe)
     gbs = job.mbs * job.parallel.data_ranks * num_microbatches
     own = replace(job, model=model, gbs=gbs)
     settings = candidate.settings

@@ -18,6 +18,7 @@ from stepmark.cases.message import SEND
 from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.layer_kinds import Kind, stages_of
 from stepmark.layouts.small_steps import one_stage, without_data_ranks
+from stepmark.model.layers import Layer
 from stepmark.model.ops import Phase
 from stepmark.step.workload import CommOp, Group
 from stepmark.workloads.job import mesh_groups
@@ -40,7 +41,7 @@ class StageCosts:
 
     once_s: float
     ends_s: float
-    once_of_layer_s: Mapping[bool, float]
+    once_of_layer_s: Mapping[Layer, float]
     layer_s: Mapping[Kind, float]
 
     def of_passes(self, stage: "Counter[Kind]", *, is_last: bool) -> float:
@@ -51,7 +52,7 @@ class StageCosts:
     def once_of(self, stage: "Counter[Kind]") -> float:
         """Return the seconds of a stage once a step."""
         return self.once_s + sum(
-            count * self.once_of_layer_s[kind.has_experts] for kind, count in stage.items()
+            count * self.once_of_layer_s[kind.layer] for kind, count in stage.items()
         )
 
     def of_stage(self, stage: "Counter[Kind]", count: int, *, is_last: bool) -> float:
@@ -85,28 +86,31 @@ class Estimator:
     ) -> StageCosts:
         """Return the costs of the device or of its host."""
         kinds = {kind for stage in stages for kind in stage}
-        experts = sorted({kind.has_experts for kind in kinds}, reverse=True)
-        main = experts[0]
+        # One with experts, if there are any, stands for the others of its stage.
+        layers_of_stages = {kind.layer for kind in kinds}
+        counts = candidate.job.model.layer_counts
+        own = [layer for layer in counts if layer in layers_of_stages]
+        main = max(own, key=lambda layer: layer.has_experts)
         layers = [main] * _few_layers(candidate)
         alone = without_data_ranks(candidate)
         layer_s: dict[Kind, float] = {}
         ends_s = 0.0
         for again in sorted({kind.is_recomputed for kind in kinds}, reverse=True):
             slope = self._slope(alone, Counter(layers), again, part)
-            for kind in experts:
+            for kind in own:
                 more = self._slope(alone, Counter([*layers, kind]), again, part)
                 layer_s[Kind(kind, again)] = more - slope
             ends_s = slope - len(layers) * layer_s[Kind(main, again)]
 
         # Once a step is what overlaps with layers that are not recomputed, if there are any.
-        def once_s(counts: "Counter[bool]") -> float:
+        def once_s(counts: "Counter[Layer]") -> float:
             of_passes = ends_s + sum(
                 count * layer_s[Kind(kind, again)] for kind, count in counts.items()
             )
             return self._unit(candidate, counts, again, 1)[part] - of_passes
 
         first = once_s(Counter(layers))
-        once_of_layer_s = {kind: once_s(Counter([*layers, kind])) - first for kind in experts}
+        once_of_layer_s = {kind: once_s(Counter([*layers, kind])) - first for kind in own}
         return StageCosts(
             once_s=first - len(layers) * once_of_layer_s[main],
             ends_s=ends_s,
@@ -115,7 +119,7 @@ class Estimator:
         )
 
     def _slope(
-        self, candidate: Candidate, counts: Mapping[bool, int], again: bool, part: int
+        self, candidate: Candidate, counts: Mapping[Layer, int], again: bool, part: int
     ) -> float:
         """Return the seconds of one more micro-batch of one stage."""
         one, two = (self._unit(candidate, counts, again, count)[part] for count in (1, 2))
@@ -164,7 +168,7 @@ class Estimator:
         return self._send_s(op, group)
 
     def _unit(
-        self, candidate: Candidate, counts: Mapping[bool, int], again: bool, count: int
+        self, candidate: Candidate, counts: Mapping[Layer, int], again: bool, count: int
     ) -> Seconds:
         """Return the seconds of a step of one stage with so many layers of each kind."""
         unit = one_stage(candidate, counts, again, count)

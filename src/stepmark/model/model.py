@@ -1,112 +1,67 @@
-"""Unsharded transformer: widths, parameter counts, and the built-in models.
+"""Unsharded transformer: widths and parameter counts.
 
-Facts of named models lie in `data/models/*.toml`, one file each, with their source.
-`find_model` reads one of them; nothing is read on import.
+A model is a pattern of layers (layers.py) over common widths.
 """
 
-import re
-import tomllib
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from stepmark.ground.errors import ConfigError, nearest, not_one_of
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.model.layers import (
+    DENSE,
+    DeltaConfig,
+    IndexerConfig,
+    Layer,
+    Linear,
+    MambaConfig,
+    MlaConfig,
+    MoeConfig,
+    Vector,
+    check_int,
+    check_kinds,
+)
 
-Activation = Literal["swiglu", "gelu"]
-Norm = Literal["rmsnorm", "layernorm"]
-
-MODELS_DIR = Path(__file__).parents[1] / "data" / "models"
+# gate and up: swiglu, geglu, and clamped_swiglu of gpt-oss; up alone: the others.
+Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "silu", "relu", "relu2"]
+Norm = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "layernorm_no_weight"]
+# shared: one before attention and FFN, which are parallel; both: before and after each.
+NormPlacement = Literal["pre", "post", "both", "shared"]
+QkNorm = Literal["head", "all", "unit"]  # over a head, over all heads, without a weight
+Gate = Literal["", "element", "head"]
+Bias = Literal["out", "mlp", "experts", "router", "head"]
 
 # Widths stay multiples of this when a model is scaled: FP8 matrix units need 16.
 _GRAIN = 16
-_TOO_LARGE = 2**31
 # Fields that say where a model is from, not what it computes.
 NO_IDENTITY = (
     *("source", "aliases", "published_params", "published_active_params"),
     "unmodelled",
 )
-# Fields that were added later, with what models had before: identities of published runs stay.
-FORMERLY = {"attention_bias": False}
+# Fields that were added later: without effect at their defaults, identities of published runs
+# stay.
+_LATER = frozenset(
+    {
+        *("attention_bias", "pattern", "delta", "mamba", "norm_placement", "is_parallel"),
+        *("biases", "qk_norm_kind", "rotary_dim", "gate", "has_sinks", "softcap"),
+        *("logit_softcap", "attention_scale", "embedding_multiplier", "embedding_norm"),
+        *("residual_multiplier", "logit_multiplier", "num_mtp_layers", "shares_kv"),
+        *("scoring", "num_groups", "top_groups", "shared_gate", "latent_size", "indexer"),
+    }
+)
 
 
-def _check_int(field: str, value: object, low: int = 1, high: int = _TOO_LARGE - 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(field, value, f"an integer from {low} to {high}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeConfig:
-    """The feed-forward part of a mixture-of-experts layer. Experts have no biases."""
-
-    num_experts: int  # routed
-    top_k: int  # routed experts per token
-    ffn_hidden_size: int  # of one routed expert
-    num_shared_experts: int = 0  # every token uses them
-    shared_ffn_hidden_size: int = 0  # all shared experts together
-    first_dense_layers: int = 0  # leading layers with an ordinary MLP
-    router_bias: bool = False  # one per expert: DeepSeek-V3's e_score_correction_bias
-
-    def __post_init__(self) -> None:
-        _check_int("moe.num_experts", self.num_experts)
-        _check_int("moe.top_k", self.top_k)
-        _check_int("moe.ffn_hidden_size", self.ffn_hidden_size)
-        for name in ("num_shared_experts", "shared_ffn_hidden_size", "first_dense_layers"):
-            _check_int(f"moe.{name}", getattr(self, name), low=0)
-        if not isinstance(self.router_bias, bool):
-            raise ConfigError("moe.router_bias", self.router_bias, "true or false")
-        if self.top_k > self.num_experts:
-            raise ConfigError(
-                "moe.top_k", self.top_k, f"at most num_experts={self.num_experts}"
-            )
-        if bool(self.num_shared_experts) != bool(self.shared_ffn_hidden_size):
-            raise ConfigError(
-                "moe.shared_ffn_hidden_size",
-                self.shared_ffn_hidden_size,
-                f"positive with shared experts, else 0 (num_shared_experts="
-                f"{self.num_shared_experts})",
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
-
-    q_lora_rank: int | None  # None: queries are projected directly
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name != "q_lora_rank" or value is not None:
-                _check_int(f"mla.{each.name}", value)
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A weight [out, width] that every token is multiplied with, or `active` of `copies`."""
-
-    name: str  # of the module within a block, e.g. "ffn.gate"
-    out: int
-    width: int
-    split: Literal["out", "in", ""] = ""  # what tensor parallelism divides
-    has_bias: bool = False
-    copies: int = 1  # routed experts
-    active: int = 1
-    is_routed: bool = False
-
-    @property
-    def num_weights(self) -> int:
-        return self.copies * self.out * self.width
-
-    @property
-    def num_active(self) -> int:
-        return self.active * self.out * self.width
+def identity_of(config: Any) -> dict[str, object]:
+    """Return the fields of a model or of a part of it that tell what it computes."""
+    return {
+        each.name: getattr(config, each.name)
+        for each in fields(config)
+        if each.name not in NO_IDENTITY
+        and not (each.name in _LATER and getattr(config, each.name) == each.default)
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +87,26 @@ class ModelConfig:
     max_positions: int = 0  # rows of a learned position table; 0 = rope
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
+    # Layers in order, again and again; leading layers of moe.first_dense_layers are dense.
+    pattern: tuple[Layer, ...] = (Layer(),)
+    delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
+    norm_placement: NormPlacement = "pre"
+    is_parallel: bool = False  # attention and FFN have the same input, and are added together
+    biases: tuple[Bias, ...] = ()  # of linear layers that the three flags above leave out
+    qk_norm_kind: QkNorm = "head"
+    rotary_dim: int = 0  # rotated width of a head; 0: all of it
+    gate: Gate = ""  # sigmoid that attention's output is multiplied with, per element or head
+    shares_kv: bool = False  # values are the keys
+    has_sinks: bool = False  # a learned logit of each head in attention's softmax
+    softcap: float = 0.0  # of attention's scores; 0: none
+    logit_softcap: float = 0.0
+    attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
+    embedding_multiplier: float = 1.0
+    embedding_norm: bool = False  # a norm follows the embedding
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    num_mtp_layers: int = 0  # multi-token prediction (DeepSeek-V3, section 2.2)
     source: str = ""
     published_params: int | None = None  # exact where a checkpoint tells, else as announced
     published_active_params: int | None = None
@@ -140,12 +115,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._check_fields()
-        num_dense = self.moe.first_dense_layers if self.moe else self.num_layers
+        num_dense = self.num_dense_layers
         mla = self.mla
-        latent_dim = 0
-        if mla:
-            latent_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        rules: tuple[tuple[str, int, bool, str], ...] = (
+        latent_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else 0
+        moe = self.moe
+        scans = {layer.scan for layer in self.pattern}
+        layers = (self.of_layer(layer) for layer in self.pattern if layer.num_heads)
+        rules: tuple[tuple[str, object, bool, str], ...] = (
             (
                 "num_heads",
                 self.num_heads,
@@ -160,8 +136,8 @@ class ModelConfig:
             ),
             (
                 "moe.first_dense_layers",
-                num_dense,
-                num_dense <= self.num_layers,
+                moe.first_dense_layers if moe else 0,
+                not moe or moe.first_dense_layers <= self.num_layers,
                 f"at most num_layers={self.num_layers}",
             ),
             (
@@ -173,7 +149,7 @@ class ModelConfig:
             (
                 "linear_bias",
                 self.linear_bias,
-                not (self.moe and self.linear_bias),
+                not (moe and self.linear_bias),
                 "false for MoE models",
             ),
             (
@@ -190,28 +166,86 @@ class ModelConfig:
             ),
             *(
                 (name, getattr(self, name), not (mla and getattr(self, name)), "false with mla")
-                for name in ("qkv_bias", "linear_bias", "qk_norm")
+                for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks")
+            ),
+            ("moe", None, moe is not None or not self.num_moe_layers, "given with experts"),
+            ("delta", None, self.delta is not None or "delta" not in scans, "given"),
+            ("mamba", None, self.mamba is not None or "mamba" not in scans, "given"),
+            (
+                "is_parallel",
+                self.is_parallel,
+                not self.is_parallel or self.norm_placement in ("pre", "shared"),
+                "false where norms come after",
+            ),
+            (
+                "rotary_dim",
+                self.rotary_dim,
+                self.rotary_dim % 2 == 0 and self.rotary_dim <= self.head_dim,
+                f"an even number up to head_dim={self.head_dim}",
             ),
         )
         for name, value, is_valid, allowed in rules:
             if not is_valid:
                 raise ConfigError(name, value, allowed)
+        for own in layers:
+            if own.num_heads % own.num_kv_heads:
+                rule = f"a multiple of num_kv_heads={own.num_kv_heads}"
+                raise ConfigError("layer.num_heads", own.num_heads, rule)
 
     def _check_fields(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError("name", self.name, "a name")
         for name in _SIZES:
-            _check_int(name, getattr(self, name))
-        for name in ("ffn_hidden_size", "max_positions"):
-            _check_int(name, getattr(self, name), low=0)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, getattr(self, name), "true or false")
-        for name, kind in (("activation", Activation), ("norm", Norm)):
+            check_int(name, getattr(self, name))
+        for name in ("ffn_hidden_size", "max_positions", "rotary_dim", "num_mtp_layers"):
+            check_int(name, getattr(self, name), low=0)
+        check_kinds(self, "", _FLAGS, **_KINDS)
+        for name in _NUMBERS:
             value = getattr(self, name)
-            allowed = get_args(kind)
-            if value not in allowed:
-                raise not_one_of(name, value, allowed)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise ConfigError(name, value, "a number from 0")
+        for bias in self.biases:
+            if bias not in get_args(Bias):
+                raise not_one_of("biases", bias, get_args(Bias))
+        if not self.pattern:
+            raise ConfigError("pattern", "()", "at least one layer")
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Every layer in order, each with a dense FFN, experts or none."""
+        moe = self.moe
+        num_dense = moe.first_dense_layers if moe else 0
+        cycle = [self._resolved(layer) for layer in self.pattern]
+        length = len(cycle)
+        layers = [cycle[index % length] for index in range(self.num_layers)]
+        for index in range(min(num_dense, self.num_layers)):
+            if layers[index].ffn:
+                layers[index] = replace(layers[index], ffn="dense")
+        return tuple(layers)
+
+    def _resolved(self, layer: Layer) -> Layer:
+        if layer.ffn != "model":
+            return layer
+        return replace(layer, ffn="experts" if self.moe else "dense")
+
+    @property
+    def layer_counts(self) -> "Counter[Layer]":
+        """Number of layers of each kind, in the order in which kinds first come."""
+        return Counter(self.layers)
+
+    def layer_runs(self, start: int, stop: int) -> Iterator[tuple[int, int, Layer]]:
+        """Yield (first, end, layer) of equal layers in a row, within this range."""
+        layers = self.layers
+        first = start
+        for index in range(start, stop):
+            if index + 1 == stop or layers[index + 1] != layers[index]:
+                yield first, index + 1, layers[index]
+                first = index + 1
+
+    def of_layer(self, layer: Layer) -> "ModelConfig":
+        """Return the model with the widths of a layer."""
+        widths = {name: value for name in _WIDTHS if (value := getattr(layer, name))}
+        return replace(self, **widths, pattern=(Layer(),)) if widths else self
 
     @property
     def d_qk(self) -> int:
@@ -225,32 +259,66 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        return self.num_layers - self.moe.first_dense_layers if self.moe else 0
+        return sum(layer.has_experts for layer in self.layers)
 
     @property
     def num_dense_layers(self) -> int:
-        return self.num_layers - self.num_moe_layers
+        return sum(layer.ffn == "dense" for layer in self.layers)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the FFN multiplies two products, gate and up."""
+        return "glu" in self.activation
 
     @property
     def norm_params(self) -> int:
-        """One RMSNorm (weight) or LayerNorm (weight and bias) over the hidden width."""
-        return self.hidden_size * (2 if self.norm == "layernorm" else 1)
+        """Parameters of one norm over the hidden width."""
+        return self.hidden_size * NORM_VECTORS[self.norm]
 
-    def linears(self, moe: bool = False) -> tuple[Linear, ...]:
-        """Return the weights of one dense or MoE layer in the order of their products.
+    def linears(self, layer: Layer = DENSE) -> tuple[Linear, ...]:
+        """Return the weights of a layer in the order of their products.
 
         Names are those of the step that `stepmark train` runs, which has q, k and v in one.
         """
-        return (*self._attention_linears(), *self._ffn_linears(moe))
+        own = self.of_layer(layer)
+        return (*own._mixer_linears(layer), *own._ffn_linears(layer))
+
+    def _mixer_linears(self, layer: Layer) -> Iterator[Linear]:
+        hidden = self.hidden_size
+        if layer.scan == "mamba":
+            assert self.mamba is not None
+            mamba = self.mamba
+            rows = mamba.inner + mamba.conv_channels + mamba.num_heads
+            yield Linear("attention.ssm_in", rows, hidden, "out", mamba.has_bias)
+            yield Linear("attention.ssm_out", hidden, mamba.inner, "in", mamba.has_bias)
+        elif layer.scan == "delta":
+            assert self.delta is not None
+            delta = self.delta
+            rows = 2 * (delta.keys + delta.values)
+            yield Linear("attention.qkvz", rows, hidden, "out")
+            yield Linear("attention.ba", 2 * delta.num_value_heads, hidden, "out")
+            yield Linear("attention.out", hidden, delta.values, "in")
+        elif layer.scan == "lightning":
+            width = self.num_heads * self.head_dim
+            yield Linear("attention.qkv", 3 * width, hidden, "out")
+            yield Linear("attention.gate", width, hidden, "out")
+            yield Linear("attention.out", hidden, width, "in")
+        if layer.has_attention:
+            yield from self._attention_linears()
 
     def _attention_linears(self) -> Iterator[Linear]:
         hidden = self.hidden_size
         heads = self.num_heads
         has_bias = self.attention_bias or self.linear_bias
-        out = Linear("attention.out", hidden, heads * self.d_v, "in", has_bias)
+        has_out_bias = has_bias or "out" in self.biases
+        out = Linear("attention.out", hidden, heads * self.d_v, "in", has_out_bias)
         if self.mla is None:
-            rows = self.head_dim * (heads + 2 * self.num_kv_heads)
+            num_kv = self.num_kv_heads * (1 if self.shares_kv else 2)
+            num_q = heads * (2 if self.gate == "element" else 1)
+            rows = self.head_dim * (num_q + num_kv)
             yield Linear("attention.qkv", rows, hidden, "out", has_bias or self.qkv_bias)
+            if self.gate == "head":
+                yield Linear("attention.gate", heads, hidden, "out")
             yield out
             return
         mla = self.mla
@@ -262,53 +330,155 @@ class ModelConfig:
         latent = mla.kv_lora_rank + mla.qk_rope_head_dim
         yield Linear("attention.kv_down", latent, hidden, has_bias=has_bias)
         rows = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        yield from (Linear("attention.kv_up", rows, mla.kv_lora_rank, "out"), out)
+        yield Linear("attention.kv_up", rows, mla.kv_lora_rank, "out")
+        if (indexer := mla.indexer) and mla.q_lora_rank:
+            index_width = indexer.num_heads * indexer.head_dim
+            for name, index_rows, width in (
+                ("q", index_width, mla.q_lora_rank),
+                ("k", indexer.head_dim, hidden),
+                ("weights", indexer.num_heads, hidden),
+            ):
+                full = f"attention.index_{name}"
+                yield Linear(full, index_rows, width, has_input_grad=False)
+        yield out
 
-    def _ffn_linears(self, moe: bool) -> Iterator[Linear]:
-        if not moe or self.moe is None:
-            yield from self._mlp("ffn.", self.ffn_hidden_size)
-            return
-        experts = self.moe
-        yield Linear("ffn.router", experts.num_experts, self.hidden_size)
-        for linear in self._mlp("ffn.held.", experts.ffn_hidden_size):
-            yield replace(
-                linear, copies=experts.num_experts, active=experts.top_k, is_routed=True
-            )
-        if experts.num_shared_experts:
-            yield from self._mlp("ffn.shared.", experts.shared_ffn_hidden_size)
-
-    def _mlp(self, prefix: str, width: int) -> Iterator[Linear]:
+    def _ffn_linears(self, layer: Layer) -> Iterator[Linear]:
         hidden = self.hidden_size
-        bias = self.linear_bias
-        for name in ("gate", "up") if self.activation == "swiglu" else ("up",):
-            yield Linear(prefix + name, width, hidden, "out", bias)
-        yield Linear(f"{prefix}down", hidden, width, "in", bias)
+        moe = self.moe
+        mlp_bias = self.linear_bias or "mlp" in self.biases
+        if not layer.has_experts or moe is None:
+            if layer.ffn:
+                yield from self._mlp("ffn.", self.ffn_hidden_size, hidden, mlp_bias)
+            return
+        latent = moe.latent_size or hidden
+        yield Linear("ffn.router", moe.num_experts, hidden, has_bias="router" in self.biases)
+        if moe.latent_size:
+            yield Linear("ffn.to_latent", latent, hidden)
+        has_bias = "experts" in self.biases
+        for linear in self._mlp("ffn.held.", moe.ffn_hidden_size, latent, has_bias):
+            yield replace(linear, copies=moe.num_experts, active=moe.top_k, is_routed=True)
+        if moe.latent_size:
+            yield Linear("ffn.from_latent", hidden, latent)
+        if moe.num_shared_experts:
+            if moe.shared_gate:
+                yield Linear("ffn.shared_weight", 1, hidden)
+            width = moe.shared_ffn_hidden_size
+            yield from self._mlp("ffn.shared.", width, hidden, "mlp" in self.biases)
 
-    def layer_matmul_params(self, moe: bool = False, *, active: bool = False) -> int:
-        """Return the multiplied weights of one dense or MoE layer: no norms, no biases.
+    def _mlp(self, prefix: str, width: int, hidden: int, has_bias: bool) -> Iterator[Linear]:
+        for name in ("gate", "up") if self.is_gated else ("up",):
+            yield Linear(prefix + name, width, hidden, "out", has_bias)
+        yield Linear(f"{prefix}down", hidden, width, "in", has_bias)
+
+    def vectors(self, layer: Layer = DENSE) -> tuple[Vector, ...]:
+        """Return the parameters of a layer that are no factor of a product, in forward order.
+
+        Biases of linear layers are those of `linears`.
+        """
+        own = self.of_layer(layer)
+        return (
+            *own._norm_vectors("attention_norm" if layer.mixer else ""),
+            *own._scan_vectors(layer),
+            *(own._attention_vectors() if layer.has_attention else ()),
+            *own._norm_vectors("ffn_norm" if layer.ffn else ""),
+            *(own._router_vectors() if layer.has_experts else ()),
+        )
+
+    def _norm_vectors(self, name: str) -> Iterator[Vector]:
+        if not name or (name == "ffn_norm" and self.norm_placement == "shared"):
+            return
+        names = (name, f"{name}_after") if self.norm_placement == "both" else (name,)
+        for each in names:
+            for kind in ("weight", "bias")[: NORM_VECTORS[self.norm]]:
+                yield Vector(f"{each}.{kind}", (self.hidden_size,))
+
+    def _attention_vectors(self) -> Iterator[Vector]:
+        if self.qk_norm and self.qk_norm_kind != "unit":
+            is_whole = self.qk_norm_kind == "all"
+            for name, heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
+                width = self.head_dim * (heads if is_whole else 1)
+                yield Vector(f"attention.{name}.weight", (width,), is_divided=is_whole)
+        if self.mla:
+            if self.mla.q_lora_rank:
+                yield Vector("attention.q.norm.weight", (self.mla.q_lora_rank,))
+            yield Vector("attention.kv_norm.weight", (self.mla.kv_lora_rank,))
+            if indexer := self.mla.indexer:
+                for kind in ("weight", "bias"):
+                    yield Vector(f"attention.index_norm.{kind}", (indexer.head_dim,))
+        if self.has_sinks:
+            yield Vector("attention.sinks", (self.num_heads,), is_divided=True)
+
+    def _scan_vectors(self, layer: Layer) -> Iterator[Vector]:
+        if layer.scan == "mamba" and (mamba := self.mamba):
+            channels = mamba.conv_channels
+            yield Vector("attention.ssm_conv.weight", (channels, mamba.conv_width), True)
+            if mamba.conv_bias:
+                yield Vector("attention.ssm_conv.bias", (channels,), True)
+            for name in ("dt_bias", "A_log", "D"):
+                yield Vector(f"attention.{name}", (mamba.num_heads,), True)
+            if mamba.has_norm:
+                yield Vector("attention.ssm_norm.weight", (mamba.inner,), True)
+        elif layer.scan == "delta" and (delta := self.delta):
+            channels = 2 * delta.keys + delta.values
+            yield Vector("attention.conv.weight", (channels, delta.conv_width), True)
+            for name in ("dt_bias", "A_log"):
+                yield Vector(f"attention.{name}", (delta.num_value_heads,), True)
+            yield Vector("attention.gate_norm.weight", (delta.value_dim,))
+        elif layer.scan == "lightning":
+            width = self.num_heads * self.head_dim
+            yield Vector("attention.gate_norm.weight", (width,), True)
+
+    def _router_vectors(self) -> Iterator[Vector]:
+        if self.moe and self.moe.router_bias:
+            yield Vector("ffn.router_bias", (self.moe.num_experts,), is_trained=False)
+
+    def layer_matmul_params(self, layer: Layer = DENSE, *, active: bool = False) -> int:
+        """Return the multiplied weights of a layer: no norms, no biases.
 
         active: of the routed experts only the top_k that one token meets; 2 FLOPs each
         per token forward.
         """
         return sum(
-            linear.num_active if active else linear.num_weights for linear in self.linears(moe)
+            linear.num_active if active else linear.num_weights
+            for linear in self.linears(layer)
         )
 
-    def layer_params(self, moe: bool = False, *, active: bool = False) -> int:
-        """Return the parameters of one dense or MoE layer, including its two norms."""
-        total = self.layer_matmul_params(moe, active=active) + 2 * self.norm_params
-        total += sum(linear.out for linear in self.linears(moe) if linear.has_bias)
-        if self.qk_norm:
-            total += 2 * self.head_dim
-        if self.mla:
-            total += self.mla.kv_lora_rank + (self.mla.q_lora_rank or 0)
-        if moe and self.moe and self.moe.router_bias:
-            total += self.moe.num_experts
+    def layer_params(self, layer: Layer = DENSE, *, active: bool = False) -> int:
+        """Return the parameters of a layer, including its norms."""
+        total = sum(math.prod(vector.shape) for vector in self.vectors(layer))
+        for linear in self.linears(layer):
+            total += linear.num_active if active else linear.num_weights
+            if linear.has_bias:
+                total += linear.out * (linear.active if active else linear.copies)
         return total
 
     @property
+    def mtp_layer(self) -> Layer:
+        """The layer of a module of multi-token prediction: like the last one."""
+        return self.layers[-1]
+
+    @property
+    def mtp_projection(self) -> Linear:
+        """Product of the normed hidden state and the next token's normed embedding, joined."""
+        return Linear("projection", self.hidden_size, 2 * self.hidden_size, "out")
+
+    def mtp_params(self, *, active: bool = False) -> int:
+        """Return the parameters of one module of multi-token prediction, three norms included.
+
+        Embedding and head are the model's.
+        """
+        layer = self.layer_params(self.mtp_layer, active=active)
+        return layer + self.mtp_projection.num_weights + 3 * self.norm_params
+
+    @property
+    def head(self) -> Linear:
+        """The output projection."""
+        has_bias = "head" in self.biases
+        return Linear("head", self.vocab_size, self.hidden_size, "out", has_bias)
+
+    @property
     def head_params(self) -> int:
-        """Parameters of the output projection, whether separate or tied to the input table."""
+        """Weights of the output projection, whether separate or tied to the input table."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -330,15 +500,26 @@ class ModelConfig:
     @property
     def num_active_matmul_params(self) -> int:
         """Weights that one token is multiplied with, the head included; FLOPs = 2 x this."""
-        dense = self.num_dense_layers * self.layer_matmul_params()
-        moe = self.num_moe_layers * self.layer_matmul_params(moe=True, active=True)
-        return dense + moe + self.head_params
+        total = self.head_params * (1 + self.num_mtp_layers)
+        for layer, count in self.all_layer_counts.items():
+            total += count * self.layer_matmul_params(layer, active=True)
+        return total + self.num_mtp_layers * self.mtp_projection.num_weights
+
+    @property
+    def all_layer_counts(self) -> "Counter[Layer]":
+        """Number of layers of each kind, with those of multi-token prediction."""
+        counts = self.layer_counts
+        if self.num_mtp_layers:
+            counts[self.mtp_layer] += self.num_mtp_layers
+        return counts
 
     def _count(self, *, active: bool) -> int:
-        layers = self.num_dense_layers * self.layer_params()
-        if self.num_moe_layers:
-            layers += self.num_moe_layers * self.layer_params(moe=True, active=active)
-        return self.num_embedding_params + layers + self.norm_params + self.head_params
+        total = self.num_embedding_params + self.norm_params + self.head_params
+        total += self.norm_params * self.embedding_norm
+        total += self.vocab_size * ("head" in self.biases)
+        for layer, count in self.layer_counts.items():
+            total += count * self.layer_params(layer, active=active)
+        return total + self.num_mtp_layers * self.mtp_params(active=active)
 
     def scaled(self, factor: Fraction, *, tp: int = 1) -> "ModelConfig":
         """Return the architecture with hidden, ffn, heads and vocabulary times `factor`.
@@ -348,7 +529,7 @@ class ModelConfig:
         """
         if not 0 < factor <= 1:
             raise ConfigError("scale", factor, "a fraction above 0 and at most 1")
-        _check_int("tp", tp)
+        check_int("tp", tp)
         if factor == 1:
             return self
 
@@ -378,9 +559,37 @@ class ModelConfig:
             self.moe,
             ffn_hidden_size=times(self.moe.ffn_hidden_size),
             shared_ffn_hidden_size=times(self.moe.shared_ffn_hidden_size),
+            latent_size=times(self.moe.latent_size),
+        )
+
+        def scaled_layer(layer: Layer) -> Layer:
+            kv_heads = times(layer.num_kv_heads, grain=tp)
+            ratio = layer.num_heads // (layer.num_kv_heads or layer.num_heads or 1)
+            return replace(
+                layer,
+                num_kv_heads=kv_heads,
+                num_heads=kv_heads * ratio or times(layer.num_heads, grain=kv_heads or tp),
+                head_dim=layer.head_dim and head_width(layer.head_dim),
+                ffn_hidden_size=times(layer.ffn_hidden_size),
+            )
+
+        def scan_heads(num_heads: int, of: int) -> int:
+            return times(num_heads, grain=math.lcm(of, tp))
+
+        delta = self.delta
+        if delta:
+            keys = scan_heads(delta.num_key_heads, 1)
+            per_key = delta.num_value_heads // delta.num_key_heads
+            delta = replace(delta, num_key_heads=keys, num_value_heads=keys * per_key)
+        mamba = self.mamba and replace(
+            self.mamba, num_heads=scan_heads(self.mamba.num_heads, self.mamba.num_groups)
         )
         return replace(
             self,
+            pattern=tuple(map(scaled_layer, self.pattern)),
+            delta=delta,
+            mamba=mamba,
+            rotary_dim=self.rotary_dim and min(head_dim, head_width(self.rotary_dim)),
             name=f"{self.name}@{factor}",
             hidden_size=heads * head_dim if square else times(self.hidden_size),
             num_heads=heads,
@@ -416,14 +625,29 @@ class ModelConfig:
         )
 
     def tiny(self) -> "ModelConfig":
-        """Return the same architecture, small enough for a test on CPU: `--scale tiny`."""
+        """Return the same architecture, small enough for a test on CPU: `--scale tiny`.
+
+        It has two layers, or one of each kind.
+        """
         hidden = 64
         heads = 4
-        layers = 2
 
         def width(value: int) -> int:
             return max(1, round(Fraction(value * hidden, self.hidden_size * _GRAIN))) * _GRAIN
 
+        def small(layer: Layer) -> Layer:
+            return replace(
+                layer,
+                window=min(layer.window, 16),
+                chunk=min(layer.chunk, 32),
+                num_heads=0,
+                num_kv_heads=0,
+                head_dim=layer.head_dim and (32 if layer.head_dim > self.head_dim else 16),
+                ffn_hidden_size=layer.ffn_hidden_size and width(layer.ffn_hidden_size),
+            )
+
+        pattern = tuple(dict.fromkeys(map(small, self.pattern)))
+        has_leading = self.moe is not None and self.moe.first_dense_layers > 0
         mla = moe = None
         if self.mla:
             mla = MlaConfig(
@@ -432,6 +656,7 @@ class ModelConfig:
                 qk_nope_head_dim=16,
                 qk_rope_head_dim=16,
                 v_head_dim=16,
+                indexer=self.mla.indexer and IndexerConfig(num_heads=2, head_dim=32, top_k=16),
             )
         if self.moe:
             shared = min(1, self.moe.num_shared_experts)
@@ -443,12 +668,25 @@ class ModelConfig:
                 num_shared_experts=shared,
                 shared_ffn_hidden_size=shared * width(self.moe.ffn_hidden_size),
                 first_dense_layers=min(1, self.moe.first_dense_layers),
+                num_groups=min(2, self.moe.num_groups),
+                top_groups=min(2, self.moe.num_groups, self.moe.top_groups),
+                latent_size=self.moe.latent_size and 32,
             )
+        delta = self.delta and replace(
+            self.delta, num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16
+        )
+        mamba = self.mamba and replace(
+            self.mamba, num_heads=4, head_dim=16, num_groups=2, state_dim=16, chunk=16
+        )
         return replace(
             self,
             name=f"{self.name}@tiny",
             hidden_size=hidden,
-            num_layers=layers,
+            num_layers=max(2, len(pattern) + (has_leading and len(pattern) > 1)),
+            pattern=pattern,
+            delta=delta,
+            mamba=mamba,
+            rotary_dim=self.rotary_dim and 8,
             num_heads=heads,
             num_kv_heads=heads if mla else 2,
             head_dim=32 if mla else 16,
@@ -464,7 +702,21 @@ class ModelConfig:
         )
 
 
-_FLAGS = ("tied_embeddings", "qkv_bias", "attention_bias", "linear_bias", "qk_norm")
+_FLAGS = (
+    *("tied_embeddings", "qkv_bias", "attention_bias", "linear_bias", "qk_norm"),
+    *("is_parallel", "shares_kv", "has_sinks", "embedding_norm"),
+)
+_KINDS = {
+    "activation": Activation,
+    "norm": Norm,
+    "norm_placement": NormPlacement,
+    "qk_norm_kind": QkNorm,
+    "gate": Gate,
+}
+_NUMBERS = (
+    *("softcap", "logit_softcap", "attention_scale", "embedding_multiplier"),
+    *("residual_multiplier", "logit_multiplier"),
+)
 _SIZES = (
     "hidden_size",
     "num_layers",
@@ -474,55 +726,11 @@ _SIZES = (
     "vocab_size",
     "seq_len",
 )
-
-
-def find_model(name: str) -> ModelConfig:
-    """Return a built-in model by name or alias; case, punctuation and "org/" do not matter.
-
-    Raise ConfigError for an unknown name, with similar names.
-    """
-    key = _key(name)
-    for path in _model_files():
-        if _key(path.stem) == key:
-            return _load(path)
-    for model in load_models().values():
-        if key in map(_key, model.aliases):
-            return model
-    names = {_key(n): m.name for m in load_models().values() for n in (m.name, *m.aliases)}
-    if close := dict.fromkeys(names[key] for key in nearest(key, names, most=8)):
-        raise ConfigError("model", name, f"did you mean {' or '.join(list(close)[:3])}?")
-    raise not_one_of("model", name, load_models())
-
-
-@cache
-def load_models() -> dict[str, ModelConfig]:
-    """Return every built-in model by its name, in alphabetical order."""
-    return {path.stem: _load(path) for path in _model_files()}
-
-
-@cache
-def _model_files() -> tuple[Path, ...]:
-    return tuple(sorted(MODELS_DIR.glob("*.toml")))
-
-
-@cache
-def _load(path: Path) -> ModelConfig:
-    table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    moe = table.pop("moe", None)
-    mla = table.pop("mla", None)
-    if mla:
-        mla.setdefault("q_lora_rank", None)  # TOML has no null
-    return ModelConfig(
-        name=path.stem,
-        moe=MoeConfig(**moe) if moe else None,
-        mla=MlaConfig(**mla) if mla else None,
-        aliases=tuple(table.pop("aliases", ())),
-        unmodelled=tuple(
-            f"{path.stem}: not modelled: {text}" for text in table.pop("unmodelled", ())
-        ),
-        **table,
-    )
-
-
-def _key(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower().rsplit("/", 1)[-1])
+_WIDTHS = ("num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+# Weight and bias of a norm.
+NORM_VECTORS: dict[str, int] = {
+    "rmsnorm": 1,
+    "layernorm": 2,
+    "layernorm_no_bias": 1,
+    "layernorm_no_weight": 0,
+}

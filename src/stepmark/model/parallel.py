@@ -64,9 +64,19 @@ class ParallelConfig:
             ("kv_heads", kv_heads),
             ("ffn_hidden_size", model.ffn_hidden_size),
             ("shared ffn_hidden_size", moe.shared_ffn_hidden_size if moe else 0),
+            ("key heads of DeltaNet", model.delta.num_key_heads if model.delta else 0),
+            ("groups of Mamba", model.mamba.num_groups if model.mamba else 0),
         ):
             if size % self.tp:
                 raise ConfigError("tp", self.tp, f"a divisor of {model.name}'s {name} ({size})")
+        for layer in model.pattern:
+            words = "sliding windows or chunks" if layer.window or layer.chunk else ""
+            words = "layers that carry a state" if layer.scan else words
+            if words and self.cp > 1:
+                raise ConfigError("cp", self.cp, f"1, because {model.name} has {words}")
+        if self.tp > 1 and model.qk_norm and model.qk_norm_kind == "all":
+            words = "norms over all query heads"
+            raise ConfigError("tp", self.tp, f"1, because {model.name} has {words}")
         if self.ep > 1 and moe is None:
             raise ConfigError("ep", self.ep, f"1, because {model.name} has no experts")
         if moe and moe.num_experts % self.ep:

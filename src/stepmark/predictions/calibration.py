@@ -291,8 +291,11 @@ def _unscaled(model: ModelConfig) -> dict[str, object]:
     moe = model.moe and (
         *(model.moe.num_experts, model.moe.top_k, model.moe.num_shared_experts),
         *(model.moe.first_dense_layers, model.moe.router_bias),
+        *(model.moe.shared_gate, model.moe.latent_size > 0),
     )
+    kinds = [(layer.mixer, layer.ffn, layer.has_rope) for layer in model.pattern]
     return {
+        "kinds": (kinds, model.norm_placement, model.is_parallel, model.num_mtp_layers),
         "name": model.name.partition("@")[0],
         "num_layers": model.num_layers,
         "activation": model.activation,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import Linear
+from stepmark.model.layers import Linear
 from stepmark.model.ops import Phase
 from stepmark.step.module import Module
 from stepmark.step.workload import Kernel

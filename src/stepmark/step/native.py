@@ -15,7 +15,8 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.read_text import read_whole
 from stepmark.model.collectives import RedOp
-from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.model.layers import DeltaConfig, MambaConfig, MlaConfig, MoeConfig
+from stepmark.model.model import ModelConfig
 from stepmark.model.ops import FAMILIES, FAMILY_OF, Op, Phase
 from stepmark.step.source_file import convert, in_file, one_line
 from stepmark.step.workload import (
@@ -128,7 +129,12 @@ def _compute(plain: dict[str, Any]) -> Op | Kernel:
 
 def model_of(plain: dict[str, Any]) -> ModelConfig:
     """Return a model. Raise ConfigError for unknown names, wrong types or impossible sizes."""
-    for name, kind in (("moe", MoeConfig), ("mla", MlaConfig)):
+    for name, kind in (
+        ("moe", MoeConfig),
+        ("mla", MlaConfig),
+        ("delta", DeltaConfig),
+        ("mamba", MambaConfig),
+    ):
         if isinstance(plain.get(name), dict):
             _check_names(kind, plain[name])
     return _dataclass(ModelConfig, plain)

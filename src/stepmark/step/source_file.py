@@ -74,9 +74,17 @@ def read_json(path: Path) -> object:
     """Return a JSON file as plain dicts and lists. Raise ConfigError for any other content."""
     data = read_whole(path, "file", _MAX_JSON_BYTES)
     try:
+        if b"Infinity" in data or b"NaN" in data:  # which Python writes, though it is no JSON
+            data = _without_constants(data)
         return json_text.decode(data)
     except ValueError as error:
         raise ConfigError(str(path), one_line(data[:40]), f"JSON ({error})") from None
+
+
+def _without_constants(data: bytes) -> bytes:
+    """Return JSON with null in place of Infinity and NaN outside of strings."""
+    words = rb'"(?:[^"\\]|\\.)*"|-?Infinity|NaN'
+    return re.sub(words, lambda word: word[0] if word[0][:1] == b'"' else b"null", data)
 
 
 def convert(raw: object, kind: type[T], where: str) -> T:

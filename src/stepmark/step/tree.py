@@ -15,7 +15,8 @@ from functools import lru_cache
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground.dtypes import DType
-from stepmark.model.model import Linear, ModelConfig
+from stepmark.model.layers import Layer, Linear
+from stepmark.model.model import NORM_VECTORS, ModelConfig
 from stepmark.model.ops import (
     Activation,
     Attention,
@@ -49,6 +50,7 @@ from stepmark.step.layout import (
 )
 from stepmark.step.lora import frozen, scaled_sum
 from stepmark.step.module import Module, Param, SavedTensors, between, both, role_of, work_of
+from stepmark.step.scan_modules import ScanModules
 from stepmark.step.workload import Kernel
 
 _PhaseKernel = tuple[Phase, Kernel]
@@ -60,18 +62,14 @@ def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
     builder = TreeBuilder(model=model, layout=layout, inputs=inputs)
     pp = layout.axes.pp
     units = [builder.embedding()] if layout.stage == 0 else []
-    dense = model.num_dense_layers
+    blocks = {layer: builder.block(layer) for layer in model.layer_counts}
     for layers in stage_layers(model.num_layers, pp * layout.chunks, layout.split)[
         layout.stage :: pp
     ]:
-        start, stop = layers.start, layers.stop
-        for first, last, moe in (
-            (start, min(stop, dense), False),
-            (max(start, dense), stop, True),
-        ):
-            if first < last:
-                block = builder.block(moe=moe)
-                units.append(replace(block, name=f"blocks.{first}", times=last - first))
+        units += [
+            replace(blocks[layer], name=f"blocks.{first}", times=end - first)
+            for first, end, layer in model.layer_runs(layers.start, layers.stop)
+        ]
     if layout.stage == pp - 1:
         units.append(builder.output())
     return Module(inside=tuple(units))
@@ -148,6 +146,10 @@ class TreeBuilder:
                 name=name, role="embedding", work=work, params=(param,), has_input_grad=False
             )
             leaves.append(leaf)
+        if model.embedding_multiplier != 1:
+            leaves.append(self._scaled("embedding.scale", self.tokens))
+        if model.embedding_norm:
+            leaves.append(self._residual_norm("embedding.norm", "embedding.norm"))
         return self._trained(Module(name="embedding", inside=tuple(leaves)))
 
     def output(self) -> Module:
@@ -159,29 +161,64 @@ class TreeBuilder:
         narrow = self.inputs.products
         has_narrow_head = narrow is not None and narrow.has_head
         builder = self if has_narrow_head else self.without_products
-        head = builder.linear(Linear("head", model.vocab_size, width, "out"), "head")
+        head = builder.linear(model.head, "head")
         norm = self._residual_norm("norm", "head.norm")
         inside = (
             replace(norm, keeps=SavedTensors(whole=width)),
             replace(head, keeps=SavedTensors(whole=width)),
+            *self._logit_kernels(self.tokens * vocab),
             loss_module(loss, self.kernels),
         )
         return self._trained(Module(name="output", inside=tuple(map(_in_output, inside))))
 
-    def block(self, *, moe: bool) -> Module:
-        """Return attention and MLP or experts, each with its norm and its residual sum."""
-        linears = list(self._fused(self.model.linears(moe)))
-        attention = [linear for linear in linears if linear.name.startswith("attention.")]
-        rest = linears[len(attention) :]
-        inside = (
-            self._residual_norm("attention_norm", "attention.norm"),
-            Module(name="attention", inside=tuple(self._attention(attention))),
-            self._residual("attention.residual"),
-            self._residual_norm("ffn_norm", "mlp.norm"),
-            self._experts(rest) if moe else Module(name="ffn", inside=self._mlp(rest)),
-            self._residual("mlp.residual"),
-        )
-        return self._trained(Module(name="block", inside=inside))
+    def _logit_kernels(self, numel: int) -> Iterator[Module]:
+        """Yield what scales logits, or caps them: c tanh(x / c), three kernels."""
+        model = self.model
+        size = numel * self.inputs.plain_dtype.itemsize
+        if model.logit_multiplier != 1:
+            op = memory_kernel("scale", 2 * size)
+            yield between("head.scale", (Phase.FWD, op), (Phase.BWD, op))
+        if model.logit_softcap:
+            op = memory_kernel("softcap", 6 * size)
+            back = memory_kernel("softcap_backward", 7 * size)
+            yield between("head.softcap", (Phase.FWD, op), (Phase.BWD, back))
+
+    def block(self, layer: Layer) -> Module:
+        """Return mixer and FFN, each with its norms and its residual sum."""
+        own = replace(self, model=self.model.of_layer(layer))
+        linears = list(own._fused(self.model.linears(layer)))
+        mixing = [linear for linear in linears if linear.name.startswith("attention.")]
+        parts: list[tuple[str, Module]] = []
+        if layer.mixer:
+            inside = tuple(own._mixer(layer, mixing))
+            parts.append(("attention", Module(name="attention", inside=inside)))
+        if layer.ffn:
+            rest = linears[len(mixing) :]
+            ffn = own._experts(rest) if layer.has_experts else None
+            parts.append(("mlp", ffn or Module(name="ffn", inside=own._mlp(rest))))
+        return self._trained(Module(name="block", inside=tuple(self._placed(parts))))
+
+    def _placed(self, parts: list[tuple[str, Module]]) -> Iterator[Module]:
+        """Yield a block's parts with their norms and residual sums around them."""
+        model = self.model
+        placement = model.norm_placement
+        sums = []
+        for index, (role, part) in enumerate(parts):
+            norm = self._residual_norm(_NORM_NAMES[role], f"{role}.norm")
+            if placement in ("pre", "both") or (placement == "shared" and index == 0):
+                yield norm
+            yield part
+            if placement == "post":
+                yield norm
+            if placement == "both":
+                name = f"{_NORM_NAMES[role]}_after"
+                yield self._residual_norm(name, f"{role}.norm_after")
+            residual = self._residual(f"{role}.residual")
+            if model.is_parallel:
+                sums.append(residual)
+            else:
+                yield residual
+        yield from sums
 
     def _trained(self, unit: Module) -> Module:
         """Return the unit with its weights frozen where only adapters are trained."""
@@ -195,9 +232,10 @@ class TreeBuilder:
             role = linear.name.rpartition(".")[2]
             together = "experts" if "held" in linear.name else "gate_up"
             if role == "qkv" and "qkv" not in fused:
-                for name in "qkv":
-                    rows = self.model.num_heads if name == "q" else self.model.num_kv_heads
-                    rows *= self.model.head_dim
+                kv_rows = self.model.num_kv_heads * self.model.head_dim
+                names = "qk" if self.model.shares_kv else "qkv"
+                q_rows = linear.out - (len(names) - 1) * kv_rows
+                for name, rows in zip(names, (q_rows, kv_rows, kv_rows), strict=False):
                     yield replace(linear, name=f"attention.{name}", out=rows)
             elif role == "gate" and together in fused:
                 gate = linear
@@ -207,19 +245,36 @@ class TreeBuilder:
             else:
                 yield linear
 
-    def _attention(self, linears: list[Linear]) -> Iterator[Module]:
+    def _mixer(self, layer: Layer, linears: list[Linear]) -> Iterator[Module]:
+        """Yield what mixes tokens: attention, a scan, or both of one input and their sum."""
+        of_scan = linears
+        if layer.has_attention:
+            of_scan = [linear for linear in linears if linear.name.startswith(_SSM)]
+        if layer.scan:
+            scan = ScanModules(
+                model=self.model,
+                layer=layer,
+                inputs=self.inputs,
+                tokens=self.tokens,
+                tp=self._tp,
+            )
+            yield from self._projected(of_scan, scan.modules())
+        if layer.has_attention:
+            own = [linear for linear in linears if linear not in of_scan or not layer.scan]
+            yield from self._projected(own, self._attention(layer))
+        if layer.has_attention and layer.scan:
+            yield self._sum("attention.sum", self.own_tokens)
+
+    def _projected(self, linears: list[Linear], inside: Iterable[Module]) -> Iterator[Module]:
+        """Yield products of a mixer's input, what is inside, and the output's product."""
         model = self.model
+        *projections, out = linears
         of_input = [
             linear.name
-            for linear in linears
-            if not linear.name.endswith(("up", "attention.out"))
+            for linear in projections
+            if linear.has_input_grad and not linear.name.endswith("up")
         ]
-        for linear in linears:
-            if linear.name == "attention.out":
-                yield from self._qk_norms()
-                yield from self._scores()
-                out = linear
-                continue
+        for linear in projections:
             leaf = self.linear(linear, role_of(linear.name))
             if linear is linears[0]:
                 leaf = replace(leaf, keeps=SavedTensors(whole=model.hidden_size))
@@ -230,19 +285,76 @@ class TreeBuilder:
             if linear.name in of_input[:-1]:  # gradients of the input are added up
                 leaf = replace(leaf, work=(*leaf.work, *self._sum(leaf.role, self.tokens).bwd))
             yield leaf
+        yield from inside
         yield replace(
             self.linear(out, role_of(out.name)), keeps=SavedTensors(divided=out.width)
         )
 
+    def _attention(self, layer: Layer) -> Iterator[Module]:
+        """Yield what is between attention's projections."""
+        yield from self._qk_norms()
+        yield from self._indexer()
+        yield from self._scores(layer)
+        if self.model.gate:
+            yield self._output_gate()
+
+    def _output_gate(self) -> Module:
+        """Return the product of attention's output with a sigmoid."""
+        model = self.model
+        width = model.num_heads * model.d_v
+        gate_width = width if model.gate == "element" else model.num_heads
+        size = self.tokens * self.inputs.plain_dtype.itemsize // self._tp
+        fwd = memory_kernel("gate", size * (2 * width + gate_width))
+        bwd = memory_kernel("gate_backward", size * (3 * width + 2 * gate_width))
+        gated = between("attention.gated", (Phase.FWD, fwd), (Phase.BWD, bwd))
+        return replace(gated, keeps=SavedTensors(divided=width + gate_width))
+
+    def _indexer(self) -> Iterator[Module]:
+        """Yield the norm of the indexer's keys, and the scores that choose keys.
+
+        Scores of all earlier keys are products; its own loss, which trains it, has twice as
+        many backward (arXiv:2512.02556, section 2.1). Inputs are detached.
+        """
+        mla = self.model.mla
+        if mla is None or mla.indexer is None:
+            return
+        indexer = mla.indexer
+        norm = self._norm(
+            "attention.index_norm",
+            "attention.index_norm",
+            indexer.head_dim,
+            self.tokens,
+            kind="layernorm",
+        )
+        (weight,) = norm.params
+        bias = replace(weight, name="attention.index_norm.bias")
+        yield replace(norm, params=(weight, bias))
+        pairs = self.inputs.mbs * (self.inputs.seq_len**2 // 2)
+        flops = 2 * pairs * indexer.num_heads * indexer.head_dim
+        size = self.tokens * (indexer.num_heads + 1) * (indexer.head_dim + 1)
+        size = (
+            size * self.inputs.plain_dtype.itemsize + pairs * self.inputs.plain_dtype.itemsize
+        )
+        scores = Kernel(name="index_scores", flops=flops, bytes_moved=size)
+        back = Kernel(name="index_scores_backward", flops=2 * flops, bytes_moved=2 * size)
+        yield between("attention.index_scores", (Phase.FWD, scores), (Phase.BWD, back))
+
     def _qk_norms(self) -> Iterator[Module]:
         model = self.model
+        is_whole = model.qk_norm_kind == "all"
         heads = {"q_norm": model.num_heads // self._tp, "k_norm": self.kv_heads}
-        for name in heads if model.qk_norm else ():
-            rows = self.tokens * heads[name]
+        for name, count in heads.items() if model.qk_norm else ():
+            width = model.head_dim * (count if is_whole else 1)
+            rows = self.tokens * (1 if is_whole else count)
             path = f"attention.{name}"
-            yield replace(self._norm(path, path, model.head_dim, rows), keeps=SavedTensors())
+            norm = replace(self._norm(path, path, width, rows), keeps=SavedTensors())
+            if model.qk_norm_kind == "unit":
+                norm = replace(norm, params=(), is_module=False)
+            elif is_whole:
+                norm = replace(norm, params=(replace(norm.params[0], is_partial=False),))
+            yield norm
 
-    def _scores(self) -> Iterator[Module]:
+    def _scores(self, layer: Layer) -> Iterator[Module]:
         """Yield rotary positions, and softmax(q k.T) v.
 
         Under context parallelism each rank has a chunk of the head and one of the tail of a
@@ -255,14 +367,14 @@ class TreeBuilder:
         heads = model.num_heads // self._tp
         kv_heads = self.kv_heads
         local_seq = inputs.seq_len // cp
-        if not model.max_positions:
+        if not model.max_positions and layer.has_rope:
             mla = model.mla
             rope = Rope(
                 batch=inputs.mbs,
                 seq=local_seq,
                 heads=heads,
                 kv_heads=1 if mla else kv_heads,
-                head_dim=mla.qk_rope_head_dim if mla else model.head_dim,
+                head_dim=mla.qk_rope_head_dim if mla else model.rotary_dim or model.head_dim,
                 dtype=inputs.plain_dtype,
             )
             rope_width = (model.num_heads + kv_heads * self._tp) * model.d_qk
@@ -270,15 +382,28 @@ class TreeBuilder:
             yield replace(
                 between("attention.rope", *both(rope)), keeps=SavedTensors(divided=rope_width)
             )
+        batch, seq_q, window = inputs.mbs, local_seq, layer.window
+        if model.mla and model.mla.indexer:  # as many pairs as in a window of this size
+            window = model.mla.indexer.top_k
+        varlen: tuple[int, ...] = ()
+        if 0 < layer.chunk < seq_q:  # chunks are sequences of their own
+            whole, rest = divmod(seq_q, layer.chunk)
+            if rest:
+                lengths = (*(layer.chunk,) * whole, rest) * batch
+                batch, seq_q, varlen = 1, batch * seq_q, lengths
+            else:
+                batch, seq_q = batch * whole, layer.chunk
         core = Attention(
-            batch=inputs.mbs,
-            seq_q=local_seq,
-            seq_kv=inputs.seq_len // 2 if cp > 1 else local_seq,
+            batch=batch,
+            seq_q=seq_q,
+            seq_kv=inputs.seq_len // 2 if cp > 1 else seq_q,
             heads=heads,
             kv_heads=heads if model.mla else kv_heads,
             head_dim_qk=model.d_qk,
             head_dim_v=model.d_v,
             causal=cp == 1,
+            window=window if window < seq_q else 0,
+            varlen=varlen,
             dtype=inputs.plain_dtype,
         )
         if self.kernels.stores_scores:
@@ -312,9 +437,9 @@ class TreeBuilder:
 
     def _activation(self, role: str, rows: int, width: int, kept_width: int) -> Module:
         """kept_width: per token over all tp ranks. Eager SwiGLU keeps silu(gate), too."""
-        kind = self.model.activation
+        is_gated = self.model.is_gated
+        kind = "swiglu" if is_gated else "gelu"  # others move as many bytes
         dtype = self.inputs.plain_dtype
-        is_gated = kind == "swiglu"
         op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
         gated = SavedTensors(divided=2 * kept_width, eager=kept_width)
         keeps = gated if is_gated else SavedTensors(divided=kept_width)
@@ -329,32 +454,53 @@ class TreeBuilder:
         model = self.model
         moe = self.model.moe
         assert moe is not None
-        router, *rest = linears
-        routed = [linear for linear in rest if linear.copies > 1 or "held" in linear.name]
+        by_part: dict[str, list[Linear]] = {"held": [], "shared": []}
+        apart = {}
+        for linear in linears:
+            part = linear.name.split(".")[1]
+            by_part.get(part, []).append(linear)
+            if part not in by_part:
+                apart[part] = self.linear(linear, role_of(linear.name))
         keeps = SavedTensors(whole=model.hidden_size, divided=4 * moe.num_experts)
-        *ups, down = (self._grouped(linear) for linear in routed)
+        *ups, down = (self._grouped(linear) for linear in by_part["held"])
         rows = self.expert_rows
         width = moe.ffn_hidden_size // self.layout.expert_tp
-        copies = moe.top_k * model.hidden_size
+        outer = moe.latent_size or model.hidden_size
+        copies = moe.top_k * outer
         inner = moe.top_k * moe.ffn_hidden_size
         ups[0] = replace(ups[0], keeps=SavedTensors(divided=copies))
         expert_modules = (
-            *self._with_grad_sum(ups, rows),
+            *self._with_grad_sum(ups, rows, outer),
             self._activation("mlp.experts_activation", rows, width, inner),
             replace(down, keeps=SavedTensors(divided=inner + copies)),
         )
-        inside = [
-            replace(self.without_products.linear(router, "mlp.router"), keeps=keeps),
-            Module(name="ffn.held", inside=expert_modules),
-        ]
-        if shared := rest[len(routed) :]:
+        (router,) = (linear for linear in linears if linear.name == "ffn.router")
+        inside = [replace(self.without_products.linear(router, "mlp.router"), keeps=keeps)]
+        if "to_latent" in apart:
+            inside.append(apart["to_latent"])
+        inside.append(Module(name="ffn.held", inside=expert_modules))
+        if "from_latent" in apart:
+            kept = SavedTensors(divided=moe.latent_size)
+            inside.append(replace(apart["from_latent"], keeps=kept))
+        if shared := by_part["shared"]:
             shared_modules = self._mlp(shared, is_shared=True)
             inside.append(Module(name="ffn.shared", inside=shared_modules))
+        if "shared_weight" in apart:
+            inside += [apart["shared_weight"], self._shared_gate()]
         bias: tuple[Param, ...] = ()
         if moe.router_bias:
             param = Param(name="ffn.router_bias", shape=(moe.num_experts,), part="mlp.router")
             bias = (replace(param, is_trained=False),)
         return Module(name="ffn", params=bias, inside=tuple(inside))
+
+    def _shared_gate(self) -> Module:
+        """Return the product of the shared experts' result with each token's sigmoid."""
+        width = self.model.hidden_size
+        size = self.own_tokens * width * self.inputs.plain_dtype.itemsize
+        fwd = memory_kernel("gate", 2 * size)
+        bwd = memory_kernel("gate_backward", 3 * size)
+        gated = between("mlp.shared_gated", (Phase.FWD, fwd), (Phase.BWD, bwd))
+        return replace(gated, keeps=SavedTensors(divided=width), num_replicas=self.own_replicas)
 
     @property
     def expert_rows(self) -> int:
@@ -395,9 +541,17 @@ class TreeBuilder:
         # width do other work.
         num_replicas = max(1, self.own_replicas // etp)
         param = Param(name=linear.name, shape=(count, out, width), part=role, is_expert=True)
+        params: tuple[Param, ...] = (param,)
+        if linear.has_bias:
+            bias = replace(param, name=f"{linear.name}_bias", shape=(count, out))
+            params = (param, replace(bias, is_partial=linear.split != "out"))
+            size = rows * out * inputs.plain_dtype.itemsize
+            added = memory_kernel("bias_add", 2 * size)
+            summed = memory_kernel("bias_gradient", size)
+            ops = (*ops, (Phase.FWD, added), (Phase.WGRAD, summed))
         work = work_of(role, *ops)
         return Module(
-            name=linear.name, role=role, work=work, params=(param,), num_replicas=num_replicas
+            name=linear.name, role=role, work=work, params=params, num_replicas=num_replicas
         )
 
     def linear(self, linear: Linear, role: str) -> Module:
@@ -447,6 +601,8 @@ class TreeBuilder:
             x_rows=self.own_tokens if is_gathered and linear.split == "out" else None,
             dy_rows=self.own_tokens if is_gathered and linear.split == "in" else None,
         )
+        if not linear.has_input_grad:
+            products = (each for each in products if each[0] is not Phase.DGRAD)
         weight = Param(name=f"{linear.name}.weight", shape=(out, width), part=role)
         weight = replace(weight, is_partial=not linear.split)
         bias = replace(weight, name=f"{linear.name}.bias", shape=(out,))
@@ -460,6 +616,7 @@ class TreeBuilder:
             params=(weight, bias) if linear.has_bias else (weight,),
             num_replicas=num_replicas,
             is_linear=True,
+            has_input_grad=linear.has_input_grad,
         )
 
     def _weight_kernels(self, linear: Linear, role: str, rows: int) -> Iterator[_PhaseKernel]:
@@ -506,36 +663,50 @@ class TreeBuilder:
     def _residual_norm(self, name: str, role: str) -> Module:
         """Return a norm of the residual stream, of the model's kind."""
         model = self.model
-        is_layernorm = model.norm == "layernorm"
-        norm = self._norm(name, role, model.hidden_size, kind=model.norm)
+        kind = "rmsnorm" if model.norm == "rmsnorm" else "layernorm"
+        norm = self._norm(name, role, model.hidden_size, kind=kind)
         weight = replace(norm.params[0], is_norm=True)
         bias = replace(weight, name=f"{name}.bias")
         return replace(
             norm,
-            params=(weight, bias) if is_layernorm else (weight,),
-            keeps=SavedTensors(divided=model.hidden_size, statistics=1 + is_layernorm),
+            params=(weight, bias)[: NORM_VECTORS[model.norm]],
+            keeps=SavedTensors(divided=model.hidden_size, statistics=1 + (kind == "layernorm")),
         )
 
     def _residual(self, role: str) -> Module:
-        """Return x + f(x)."""
+        """Return x + f(x), or x + c f(x)."""
         residual = replace(self._sum(role, self.own_tokens), num_replicas=self.own_replicas)
+        if self.model.residual_multiplier != 1:
+            scaled = self._scaled(role, self.own_tokens)
+            work = (*scaled.fwd, *residual.work, *scaled.bwd)
+            residual = replace(residual, work=work)
         if not self.kernels.dropout_of_rows:
             return residual
         width = self.model.hidden_size
         size = self.inputs.plain_dtype.itemsize
         return with_dropout(residual, self.own_tokens * width, width, size)
 
-    def _sum(self, role: str, rows: int) -> Module:
-        return tensor_sum(
-            role, rows * self.model.hidden_size * self.inputs.plain_dtype.itemsize
-        )
+    def _scaled(self, role: str, rows: int) -> Module:
+        """Return the product of rows of hidden states with a number."""
+        size = rows * self.model.hidden_size * self.inputs.plain_dtype.itemsize
+        op = memory_kernel("scale", 2 * size)
+        return between(role, (Phase.FWD, op), (Phase.BWD, op))
 
-    def _with_grad_sum(self, ups: list[Module], rows: int) -> list[Module]:
+    def _sum(self, role: str, rows: int, width: int = 0) -> Module:
+        """width: of a row; 0: the hidden width."""
+        width = width or self.model.hidden_size
+        return tensor_sum(role, rows * width * self.inputs.plain_dtype.itemsize)
+
+    def _with_grad_sum(self, ups: list[Module], rows: int, width: int = 0) -> list[Module]:
         """Add up the input's gradients of gate and up, two products of it, after gate's."""
         if len(ups) == 1:
             return ups
         gate, up = ups
-        return [replace(gate, work=(*gate.work, *self._sum(gate.role, rows).bwd)), up]
+        return [replace(gate, work=(*gate.work, *self._sum(gate.role, rows, width).bwd)), up]
+
+
+_NORM_NAMES = {"attention": "attention_norm", "mlp": "ffn_norm"}
+_SSM = "attention.ssm_"
 
 
 def _in_output(leaf: Module) -> Module:

@@ -31,11 +31,7 @@ def stage_memories(job: Job, settings: DeepSpeed) -> list[RankMemory]:
     """Return the memory of a rank, which has all layers."""
     model = job.model
     tree = job.tree("huggingface" if is_llama(model) else "train", sequence_parallel=False)
-    blocks = [
-        (tree.block(moe=moe), times)
-        for moe, times in ((False, model.num_dense_layers), (True, model.num_moe_layers))
-        if times
-    ]
+    blocks = [(tree.block(layer), times) for layer, times in model.layer_counts.items()]
     ends = (tree.embedding(), tree.output())
     numel = _numel(ends[:1]) + (
         _numel(ends[1:]) if not model.tied_embeddings else model.hidden_size

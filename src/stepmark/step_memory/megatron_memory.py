@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stepmark.ground.dtypes import DType
+from stepmark.model.layers import Layer
 from stepmark.step.module import Module
 from stepmark.step_memory.rank_memory import (
     ChunkMemory,
@@ -34,8 +35,8 @@ from stepmark.workloads.job import Job
 from stepmark.workloads.pipeline import Pipeline, passes
 from stepmark.workloads.rules.megatron import gradients, narrow
 from stepmark.workloads.rules.megatron.chunk import (
-    has_experts,
-    kind_of,
+    Kind,
+    kinds_of,
     plan_of,
     selected,
 )
@@ -143,22 +144,26 @@ class _Layers:
     def params(self) -> dict[str, tuple[gradients.Param, ...]]:
         """Trained parameters of a layer by kind."""
         plan = self.plan
-        kinds = {kind_of(plan, layer) for layer in range(plan.model.num_layers)}
         return {
-            kind: gradients.layer_params(plan_of(plan, kind), moe=has_experts(kind))
-            for kind in kinds
+            kind.name: gradients.layer_params(plan_of(plan, kind), kind.layer)
+            for kind in dict.fromkeys(self.kinds)
         }
 
     @cached_property
     def layers(self) -> dict[str, "_Layer"]:
         """What a layer keeps by kind."""
         return {
-            kind: _layer(plan_of(self.plan, kind), moe=has_experts(kind))
-            for kind in self.params
+            kind.name: _layer(plan_of(self.plan, kind), kind.layer)
+            for kind in dict.fromkeys(self.kinds)
         }
 
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kind of each layer of the model."""
+        return kinds_of(self.plan)
+
     def params_of(self, chunk: Chunk) -> tuple[gradients.Param, ...]:
-        kinds = [kind_of(self.plan, layer) for layer in chunk.layers]
+        kinds = [self.kinds[layer].name for layer in chunk.layers]
         return gradients.chunk_params(self.plan, chunk, kinds, self.params)
 
     def num_frozen(self, chunk: Chunk) -> int:
@@ -166,8 +171,7 @@ class _Layers:
         if self.plan.lora is None:
             return 0
         tree = self.plan.tree
-        kinds = [has_experts(kind_of(self.plan, layer)) for layer in chunk.layers]
-        units = [tree.block(moe=moe) for moe in kinds]
+        units = [tree.block(self.kinds[layer].layer) for layer in chunk.layers]
         units += [tree.embedding()] if chunk.has_embedding else []
         ends = tree.output().inside if chunk.has_head else ()
         is_shared = self.plan.model.tied_embeddings and chunk.has_embedding
@@ -190,7 +194,7 @@ class _Layers:
         plan = self.plan
         settings = plan.settings
         size = plan.job.dtype.itemsize
-        kinds = [self.layers[kind_of(plan, layer)] for layer in chunk.layers]
+        kinds = [self.layers[self.kinds[layer].name] for layer in chunk.layers]
         saved = 0
         again = max((kind.recomputed for kind in kinds), default=0)
         if settings.recompute_granularity is Granularity.FULL:
@@ -225,8 +229,8 @@ class _Layer:
     working: int
 
 
-def _layer(plan: Plan, *, moe: bool) -> _Layer:
-    leaves = [leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work]
+def _layer(plan: Plan, layer: Layer) -> _Layer:
+    leaves = [leaf for leaf in plan.tree.block(layer).walk() if leaf.work]
     groups = selected(plan, [leaf.role for leaf in leaves])
     saved = dropped = 0
     before = ""  # group of the module before

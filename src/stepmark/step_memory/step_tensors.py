@@ -187,7 +187,7 @@ class UnitBuilder:
         copy_itemsize = 2 if self._formats.casts and param.part != "embedding" else 0
         if is_fp8 and self._formats.compiles("output" if param.part == "head" else "blocks"):
             # Casts are kept; of gathered ones those that torch 2.13's partitioner transposes.
-            is_gated = case.model.activation == "swiglu"
+            is_gated = case.model.is_gated
             transposed = ("mlp.down", "mlp.up") if is_gated else ("mlp.down",)
             copy_itemsize = int(not is_gathered_fp8 or param.part in transposed)
         return Weight(

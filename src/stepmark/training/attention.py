@@ -16,7 +16,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalVariant
 
-from stepmark.model.model import MlaConfig, ModelConfig
+from stepmark.model.layers import MlaConfig
+from stepmark.model.model import ModelConfig
 from stepmark.training.layers import Norm
 
 ROPE_BASE = 500_000.0  # Llama 3's

@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from stepmark.measuring.environment import HAS_TRITON
 from stepmark.model import model as core_model
-from stepmark.model.model import Activation, ModelConfig, MoeConfig
+from stepmark.model.layers import MoeConfig
+from stepmark.model.model import Activation, ModelConfig
 
 EPS = 1e-5
 
@@ -237,7 +238,7 @@ class LocalExperts(nn.Module):
     def __init__(self, model: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
         up = (moe.num_experts, moe.ffn_hidden_size, model.hidden_size)
-        is_gated = model.activation == "swiglu"
+        is_gated = model.is_gated
         self.gate = nn.Parameter(torch.empty(up)) if is_gated else None
         self.up = nn.Parameter(torch.empty(up))
         self.down = nn.Parameter(torch.empty(up[0], up[2], up[1]))

@@ -288,7 +288,7 @@ def _block_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
         "ffn.up": ColwiseParallel(),
         "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
     }
-    if model.activation == "swiglu":
+    if model.is_gated:
         plan["ffn.gate"] = ColwiseParallel()
     if model.qk_norm:
         heads = _Replicated(Shard(2))

@@ -78,7 +78,7 @@ class Block(nn.Module):
         self.ffn_norm = Norm(model.norm, model.hidden_size)
         self.ffn: nn.Module = (
             Experts(model, model.moe)
-            if model.moe and index >= model.moe.first_dense_layers
+            if model.moe and model.layers[index].has_experts
             else FeedForward(
                 model.hidden_size,
                 model.ffn_hidden_size,

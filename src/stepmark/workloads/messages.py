@@ -27,8 +27,9 @@ def messages(
     activation: hidden states of a micro-batch, [mbs, seq_len, hidden], which tensor and
     sequence parallelism reduce, gather and scatter, and pipeline stages send on. layer,
     moe_layer: all parameters of a layer, norms included, which FSDP gathers and scatters per
-    unit. dispatch: [mbs x seq_len x top_k, hidden] tokens to experts, padded to a multiple of
-    the ranks; a dense model exchanges its activations (sequence parallelism by heads).
+    unit. dispatch: [mbs x seq_len x top_k, hidden or latent] tokens to experts, padded to a
+    multiple of the ranks; a dense model exchanges its activations (sequence parallelism by
+    heads).
     """
     tokens = mbs * seq_len
     activation = tokens * model.hidden_size * itemsize
@@ -36,11 +37,11 @@ def messages(
         if model.moe is None:
             return {"activation": activation}
         rows = math.ceil(tokens * model.moe.top_k / num_ranks) * num_ranks
-        return {"dispatch": rows * model.hidden_size * itemsize}
+        width = model.moe.latent_size or model.hidden_size
+        return {"dispatch": rows * width * itemsize}
     sizes = {"activation": activation}
     if collective in _GATHERED:
-        if model.num_dense_layers:
-            sizes["layer"] = model.layer_params(moe=False) * itemsize
-        if model.moe is not None:
-            sizes["moe_layer"] = model.layer_params(moe=True) * itemsize
+        for layer in model.layer_counts:
+            role = "moe_layer" if layer.has_experts else "layer"
+            sizes.setdefault(role, model.layer_params(layer) * itemsize)
     return sizes

@@ -8,9 +8,11 @@ from pathlib import Path
 from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import read_head
-from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.step import source_file
-from stepmark.workloads.formats import benchmark_models, huggingface, model_toml
+from stepmark.workloads.formats import benchmark_models, model_toml
+from stepmark.workloads.formats.huggingface import config
 
 
 def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> list[ModelConfig]:
@@ -102,7 +104,7 @@ def _reader_of(file: Path, tp: int) -> Callable[[Path], list[ModelConfig]]:
         return lambda file: list(benchmark_models.read_model_configs(file))
     if benchmark_models.is_config(source_file.read_json(file)):
         return lambda file: [benchmark_models.read_config(file)]
-    return lambda file: [huggingface.read_config(file)]
+    return lambda file: [config.read_config(file)]
 
 
 def _framework_model(file: Path, tp: int) -> ModelConfig:

@@ -75,7 +75,7 @@ def _optimizers(shape: ModelShape) -> Iterator[Placed]:
     # ep divides the ranks of dp_shard; the remaining factor shards each expert.
     expert_shards = max(1, shards * axes.tp // (axes.ep * layout.expert_tp))
     sizes: dict[str, int] = {}
-    for unit in shape.root.inside:
+    for unit in _kinds(shape):
         params = unit.all_params
         if not unit.name.startswith("blocks"):
             role = "optimizer_ends"
@@ -93,6 +93,18 @@ def _optimizers(shape: ModelShape) -> Iterator[Placed]:
     for role in sorted(sizes, key="optimizer_ends".__eq__):
         op = Optimizer(num_params=sizes[role], kind="adamw", dtype=DType.FP32)
         yield _label(shape, role, Phase.OPTIM), op
+
+
+def _kinds(shape: ModelShape) -> Iterator[Module]:
+    """Yield one layer with experts and one without them, and the ends."""
+    seen = set[bool]()
+    for unit in shape.root.inside:
+        is_moe = any(param.is_expert for param in unit.all_params)
+        is_layer = unit.name.startswith("blocks")
+        if not is_layer or is_moe not in seen:
+            yield unit
+        if is_layer:
+            seen.add(is_moe)
 
 
 # Families that a model shapes, in the order of `op all`.

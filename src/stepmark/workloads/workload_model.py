@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import dashed
-from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig, find_model
+from stepmark.model.layers import MlaConfig, MoeConfig
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.step.layout import VOCAB_MULTIPLE, model_as
 from stepmark.workloads.architecture import Architecture, Batch
 from stepmark.workloads.job import with_seq_len
@@ -279,7 +281,7 @@ def _resized(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> 
 def _gate(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> dict[str, Any]:
     """Return the changes of --swiglu, with which the MLP has Megatron-LM's default width."""
     gated = options.swiglu
-    if gated is None or gated == (model.activation == "swiglu"):
+    if gated is None or gated == model.is_gated:
         return {}
     changes: dict[str, Any] = {"activation": "swiglu" if gated else "gelu"}
     if options.ffn_hidden_size is None and model.ffn_hidden_size:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import ModelConfig, MoeConfig
+from stepmark.model.layers import MoeConfig
+from stepmark.model.model import ModelConfig
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.workloads.job import Job

@@ -17,7 +17,8 @@ from tests.workloads.mutations import mutated, only_config_errors
 from stepmark.ground.dtypes import MESSAGE_DTYPES
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import RedOp
-from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.model.layers import MlaConfig, MoeConfig
+from stepmark.model.model import ModelConfig
 from stepmark.model.ops import FAMILIES, Phase
 from stepmark.step import native
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Run, Stage, Workload

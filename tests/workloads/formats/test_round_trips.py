@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import MlaConfig, MoeConfig
+from stepmark.model.layers import MlaConfig, MoeConfig
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import Workload
 from stepmark.workloads.formats import FORMATS

@@ -60,11 +60,7 @@ class Attention(Operator):
         lengths = self.varlen or (self.seq_q,) * self.batch
         if not self.causal:
             return sum(length * (length if self.varlen else self.seq_kv) for length in lengths)
-        total = 0
-        for length in lengths:
-            width = min(self.window or length, length)
-            total += length * width - width * width // 2 if width < length else length**2 // 2
-        return total
+        return sum(masked_pairs(length, self.window) for length in lengths)
 
     @property
     def shape_text(self) -> str:
@@ -100,3 +96,15 @@ class Attention(Operator):
         k_and_v = self.seq_kv * self.kv_heads * (self.head_dim_qk + self.head_dim_v)
         passes = 1 if self.phase is Phase.FWD else 2
         return passes * self.batch * (q_and_out + k_and_v) * self.dtype.itemsize
+
+
+def masked_pairs(seq: int, window: int = 0, chunk: int = 0) -> int:
+    """Return the query-key pairs of one causal sequence, of which a full mask counts half.
+
+    window: keys that a query attends to at most; chunk: it attends within its chunk; 0: all.
+    """
+    if 0 < chunk < seq:
+        whole, rest = divmod(seq, chunk)
+        return whole * masked_pairs(chunk) + masked_pairs(rest)
+    width = min(window or seq, seq)
+    return seq * width - width * width // 2 if width < seq else seq**2 // 2

@@ -14,15 +14,14 @@ from typing import Annotated, Any
 import msgspec
 
 from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.model.layers import MlaConfig, MoeConfig
 from stepmark.model.model import ModelConfig
 from stepmark.step.source_file import convert, one_line, read_json
-from stepmark.workloads.formats.huggingface import (
-    Count,
-    Size,
-    deepseek_layers,
-    in_words_of_file,
-)
+from stepmark.workloads.formats.huggingface.config import in_words_of_file
 
+# Far above any model, and low enough that 4 x a width is still one ModelConfig accepts.
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
@@ -123,9 +122,29 @@ def _read_model(entry: dict[str, object], where: str) -> ModelConfig:
         raise in_words_of_file(error, entry, where, _NAMES) from None
 
 
+def _deepseek_layers(raw: _DeepSeek) -> dict[str, Any]:
+    """Return experts and latent attention."""
+    shared = raw.n_shared_experts
+    moe = MoeConfig(
+        num_experts=raw.n_routed_experts,
+        top_k=raw.num_experts_per_tok,
+        ffn_hidden_size=raw.moe_intermediate_size,
+        num_shared_experts=shared,
+        shared_ffn_hidden_size=shared * raw.moe_intermediate_size,
+    )
+    mla = MlaConfig(
+        q_lora_rank=raw.q_lora_rank,
+        kv_lora_rank=raw.kv_lora_rank,
+        qk_nope_head_dim=raw.qk_nope_head_dim,
+        qk_rope_head_dim=raw.qk_rope_head_dim,
+        v_head_dim=raw.v_head_dim,
+    )
+    return {"moe": moe, "mla": mla, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
+
+
 def _layers(raw: _Model) -> dict[str, Any]:
     if isinstance(raw, _DeepSeek):
-        return {"num_kv_heads": raw.num_attention_heads} | deepseek_layers(raw)
+        return {"num_kv_heads": raw.num_attention_heads} | _deepseek_layers(raw)
     assert isinstance(raw, _Dense)
     return {"num_kv_heads": raw.num_key_value_heads, "head_dim": raw.head_dim}
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.ground.dtypes import DType
-from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.model.layers import MlaConfig, MoeConfig
+from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import CommOp, Workload

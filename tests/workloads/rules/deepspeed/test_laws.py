@@ -11,7 +11,8 @@ from tests.workloads.rules.deepspeed.recorded import MODELS
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective
-from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import CommOp, ComputeOp, Workload

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from stepmark.cases.message import RECV
-from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.model.layers import MlaConfig, MoeConfig
+from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import CommOp, ComputeOp, Group, Workload

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.step import native
 from stepmark.step.layout import model_as

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES

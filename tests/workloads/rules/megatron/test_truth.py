@@ -15,7 +15,8 @@ import pytest
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
-from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.model.layers import MlaConfig, MoeConfig
+from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Workload

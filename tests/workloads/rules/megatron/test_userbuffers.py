@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from stepmark.ground.errors import ConfigError
+from stepmark.model.layers import DENSE as DENSE_LAYER
 from stepmark.model.ops import Phase
 from stepmark.predictions.simulation import simulate
 from stepmark.step.workload import COMPUTE, Block, CommOp, ComputeOp, Operation, Stage, Workload
@@ -74,7 +75,7 @@ def costs_of(ops: tuple[Operation, ...], plan: Plan, rate: float) -> tuple[float
 def test_a_ring_exposes_what_a_piece_takes_longer_to_come(tp: int, rate: float) -> None:
     """tp products of p each and tp - 1 hops of h: p + (tp - 1) max(p, h)."""
     plan = make_plan(make(tp=tp), OVERLAPPED)
-    leaf = leaves(plan, moe=False)["mlp.gate_up"]
+    leaf = leaves(plan, DENSE_LAYER)["mlp.gate_up"]
     elements = plan.tokens * plan.model.hidden_size
     ops = userbuffers.ring_gather(plan, leaf, leaf.fwd, {"elements": elements}, Phase.FWD)
     compute_s, comm_s = costs_of(ops, plan, rate)
@@ -87,7 +88,7 @@ def test_a_ring_exposes_what_a_piece_takes_longer_to_come(tp: int, rate: float) 
 def test_a_pipeline_exposes_its_last_part(rate: float) -> None:
     """Four products of p and scatters of s: p + 3 max(p, s) + s."""
     plan = make_plan(make(tp=4), OVERLAPPED)
-    leaf = leaves(plan, moe=False)["mlp.down"]
+    leaf = leaves(plan, DENSE_LAYER)["mlp.down"]
     ops = userbuffers.pipelined_scatter(plan, leaf, plan.tokens * plan.model.hidden_size)
     compute_s, comm_s = costs_of(ops, plan, rate)
     product, part = compute_s / 4, comm_s / 4

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from stepmark.cases.training import GradSync, Recompute
 from stepmark.ground.dtypes import DType
-from stepmark.model.model import ModelConfig, MoeConfig
+from stepmark.model.layers import MoeConfig
+from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.model.parallel import ParallelConfig, StageSplit
 from stepmark.step.workload import CommOp, ComputeOp, Workload

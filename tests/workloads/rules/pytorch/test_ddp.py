@@ -13,7 +13,7 @@ from stepmark.cases.training import GradSync
 from stepmark.ground.dtypes import DType
 from stepmark.ground.units import MIB
 from stepmark.model.collectives import Collective
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Phase
 from stepmark.step.module import Param
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Workload

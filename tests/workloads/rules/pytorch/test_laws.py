@@ -19,7 +19,8 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, GradSync, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
-from stepmark.model.model import ModelConfig, find_model, load_models
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_tables import find_model, load_models
 from stepmark.model.ops import Attention, Gemm, GroupedGemm, Optimizer, Phase
 from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.step import native
@@ -419,7 +420,7 @@ def test_only_adapters_are_reduced_and_updated(
         adapters = sum(
             4 * (linear.width + linear.out)
             for layer in layers.layers
-            for linear in model.linears(moe=layer >= model.num_dense_layers)
+            for linear in model.linears(model.layers[layer])
             if linear.name != "ffn.router" and not linear.is_routed
         )
         assert sent["reduce_scatter"] == 4 * adapters // mesh["dp_shard"] * (

@@ -9,7 +9,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import find_model
+from stepmark.model.model_tables import find_model
 from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.pytorch import rule

@@ -8,6 +8,8 @@ calls.
 
 from dataclasses import replace
 
+from stepmark.ground.errors import ConfigError
+from stepmark.model.layers import Layer
 from stepmark.model.model import ModelConfig
 from stepmark.step.module import Module
 from stepmark.step.tree import TreeBuilder
@@ -23,20 +25,24 @@ _GROUPED_REGISTERED = "q k v out q_norm k_norm"
 
 def is_llama(model: ModelConfig) -> bool:
     """Return whether q, k and v, and gate and up, are separate linear layers."""
-    return model.activation == "swiglu"
+    return model.is_gated
 
 
 def architecture(job: Job) -> Architecture:
     """Return the whole model as Hugging Face builds it."""
     model = job.model
+    check(model)
     tree = job.tree("huggingface" if is_llama(model) else "train", sequence_parallel=False)
     embed, *positions = tree.embedding().inside
     # Llama's family computes its rotary table here, GPT-2 has a dropout.
     last = module("rotary", in_backward=False) if is_llama(model) else module("drop")
     units = [unit("embedding", embed, *positions, last, within="model")]
-    for moe, times in ((False, model.num_dense_layers), (True, model.num_moe_layers)):
-        if times:
-            units.append(_layers(model, tree, moe=moe, times=times))
+    names = set[str]()
+    for first, end, layer in model.layer_runs(0, model.num_layers):
+        stem = "moe" if layer.has_experts else "layer"
+        name = f"{stem}.{first}" if stem in names else stem
+        names.add(name)
+        units.append(replace(_layers(model, tree, layer, name), times=end - first))
     norm, head, loss = (_product(leaf) for leaf in tree.output().inside)
     if model.tied_embeddings:
         head = replace(head, params=(), uses=(embed.params[0].name,))
@@ -44,29 +50,55 @@ def architecture(job: Job) -> Architecture:
     return Architecture(name=model.name, units=tuple(units))
 
 
-def _layers(model: ModelConfig, tree: TreeBuilder, *, moe: bool, times: int) -> Unit:
-    """Return the layers of a kind."""
+def check(model: ModelConfig) -> None:
+    """Raise ConfigError for a model whose modules this does not know."""
+    unknown = {
+        "a layer without attention or without FFN": any(
+            layer.mixer != "attention" or not layer.ffn for layer in model.layers
+        ),
+        "norms behind attention and FFN": model.norm_placement != "pre",
+        "attention beside the FFN": model.is_parallel,
+        "a norm of the embedding": model.embedding_norm,
+        "gates of attention": bool(model.gate),
+        "sinks": model.has_sinks,
+        "an indexer": model.mla is not None and model.mla.indexer is not None,
+        "gates or latent widths of experts": model.moe is not None
+        and (model.moe.shared_gate or model.moe.latent_size > 0),
+        "scaled embeddings, residuals or logits": (
+            (model.embedding_multiplier, model.residual_multiplier, model.logit_multiplier)
+            != (1, 1, 1)
+        ),
+        "capped logits": model.logit_softcap > 0,
+        "multi-token prediction": model.num_mtp_layers > 0,
+    }
+    if words := [what for what, is_there in unknown.items() if is_there]:
+        allowed = f"a model without {' or '.join(words)} for deepspeed"
+        raise ConfigError("model", model.name, allowed)
+
+
+def _layers(model: ModelConfig, tree: TreeBuilder, layer: Layer, name: str) -> Unit:
+    """Return one layer of a kind."""
     # By name: "input_norm", "q", "gate", "shared_up", "attention.residual".
     leaves: dict[str, Module] = {}
-    for leaf in tree.block(moe=moe).walk():
+    for leaf in tree.block(layer).walk():
         if leaf.role:
-            name = leaf.role.partition(".")[2]
-            if name in ("residual", "activation"):
-                name = leaf.role
-            name = {"attention.norm": "input_norm", "mlp.norm": "mlp_norm"}.get(leaf.role, name)
-            leaves[name] = replace(_product(leaf), name=name)
+            part = leaf.role.partition(".")[2]
+            if part in ("residual", "activation"):
+                part = leaf.role
+            part = {"attention.norm": "input_norm", "mlp.norm": "mlp_norm"}.get(leaf.role, part)
+            leaves[part] = replace(_product(leaf), name=part)
     make = _llama if is_llama(model) else _gpt2
     attention, mlp = make(model, leaves)
     order = ("attention", "mlp", "input_norm", "mlp_norm")
     return unit(
-        "moe" if moe else "layer",
+        name,
         leaves["input_norm"],
         attention,
         leaves["attention.residual"],
         leaves["mlp_norm"],
         mlp,
         leaves["mlp.residual"],
-        times=times,
+        times=1,
         registered=order if is_llama(model) else (),
         within="model",
     )

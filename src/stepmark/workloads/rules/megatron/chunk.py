@@ -12,8 +12,12 @@ moe_layer.py, tensor_parallel/random.py. Compared with a run of megatron-core
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from stepmark.ground.errors import ConfigError
+from stepmark.model.layers import Layer
+from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Phase
 from stepmark.step.kernel_choice import CORE
 from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
@@ -34,9 +38,15 @@ from stepmark.workloads.rules.megatron.steps import (
     with_deps,
 )
 
-_DENSE = "dense"
-_MOE = "moe"
 _LATENT_UP = ("attention.q_up", "attention.q", "attention.kv_up", "attention.rope")
+
+
+class Kind(NamedTuple):
+    """Layers with the same operations. is_bf16: it stays so among narrow ones."""
+
+    name: str
+    layer: Layer
+    is_bf16: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,43 +85,45 @@ class Library:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        for kind in {kind_of(plan, layer) for layer in range(plan.model.num_layers)}:
+        for kind in dict.fromkeys(kinds_of(plan)):
             steps = _layer(plan, kind)
             own = plan_of(plan, kind)
-            self.of_layer[kind] = gradients.layer_params(own, moe=has_experts(kind))
-            block = own.tree.block(moe=has_experts(kind))
-            self.num_products[kind] = narrow.num_products(block.walk())
-            self.add(f"{kind}.forward", forward(steps))
-            self.add(f"{kind}.again", forward(steps, again=True))
+            name = kind.name
+            self.of_layer[name] = gradients.layer_params(own, kind.layer)
+            block = own.tree.block(kind.layer)
+            self.num_products[name] = narrow.num_products(block.walk())
+            self.add(f"{name}.forward", forward(steps))
+            self.add(f"{name}.again", forward(steps, again=True))
             groups = selected(plan, [step.module for step in steps])
-            self.add(f"{kind}.backward", backward(steps, groups))
+            self.add(f"{name}.backward", backward(steps, groups))
             if plan.settings.overlap_moe_expert_parallel_comm:
                 self._add_pieces(kind)
-            self.add(f"{kind}.full", (*self.operations[f"{kind}.again"], *backward(steps)))
+            self.add(f"{name}.full", (*self.operations[f"{name}.again"], *backward(steps)))
         self.add("embedding.forward", forward(embedding(plan)))
         self.add("embedding.backward", backward(embedding(plan)))
         last = head(plan)
         self.add("head.forward", forward(last))
         self.add("head.backward", backward(last))
 
-    def _add_pieces(self, kind: str) -> None:
+    def _add_pieces(self, kind: Kind) -> None:
         """Add the pieces of a layer that runs in turns with another one."""
         plan = self.plan
+        name = kind.name
         attention_steps, mlp_steps = _parts(plan, kind, apart=True)
         parts = pieces(
             attention_steps,
             mlp_steps,
             selected(plan, [step.module for step in (*attention_steps, *mlp_steps)]),
-            is_moe=has_experts(kind),
+            is_moe=kind.layer.has_experts,
             delays=plan.settings.delay_wgrad_compute,
         )
         for number, piece in enumerate(parts.forward):
-            self.add(f"{kind}.combined.forward{number}", piece)
+            self.add(f"{name}.combined.forward{number}", piece)
         for number, piece in enumerate(parts.backward):
-            self.add(f"{kind}.combined.backward{number}", piece)
+            self.add(f"{name}.combined.backward{number}", piece)
         # Transfers do not wait for delayed gradients: they complete no pass.
-        self.operations[f"{kind}.combined.mlp_weights"] = parts.mlp_weights
-        self.operations[f"{kind}.combined.attention_weights"] = parts.attention_weights
+        self.operations[f"{name}.combined.mlp_weights"] = parts.mlp_weights
+        self.operations[f"{name}.combined.attention_weights"] = parts.attention_weights
 
     def add(self, name: str, operations: tuple[Operation, ...]) -> str:
         if name not in self.operations:
@@ -198,24 +210,31 @@ class Library:
         return tuple(ops)
 
 
-def is_moe(plan: Plan, layer: int) -> bool:
-    return plan.model.moe is not None and layer >= plan.model.moe.first_dense_layers
+def kinds_of(plan: Plan) -> tuple[Kind, ...]:
+    """Return the kind of each layer of the model."""
+    named = _named_layers(plan.model)
+    count = len(named)
+    stays = (narrow.is_bf16_layer(plan.settings, layer, count) for layer in range(count))
+    return tuple(
+        Kind(f"{name}.bf16" if is_bf16 else name, layer, is_bf16)
+        for (name, layer), is_bf16 in zip(named, stays, strict=True)
+    )
 
 
-def kind_of(plan: Plan, layer: int) -> str:
-    """Return dense or moe, with .bf16 of a layer that stays so among narrow ones."""
-    kind = _MOE if is_moe(plan, layer) else _DENSE
-    stays = narrow.is_bf16_layer(plan.settings, layer, plan.model.num_layers)
-    return f"{kind}.bf16" if stays else kind
+@lru_cache(maxsize=64)
+def _named_layers(model: ModelConfig) -> tuple[tuple[str, Layer], ...]:
+    """Return each layer and its name: dense or moe, with a number where there are several."""
+    names: dict[Layer, str] = {}
+    for layer in model.layer_counts:
+        stem = "moe" if layer.has_experts else "dense"
+        number = sum(name.partition(".")[0] == stem for name in names.values())
+        names[layer] = f"{stem}.{number}" if number else stem
+    return tuple((names[layer], layer) for layer in model.layers)
 
 
-def has_experts(kind: str) -> bool:
-    return kind.startswith(_MOE)
-
-
-def plan_of(plan: Plan, kind: str) -> Plan:
+def plan_of(plan: Plan, kind: Kind) -> Plan:
     """Return the plan of a layer of this kind."""
-    return plan.in_bf16 if kind.endswith(".bf16") else plan
+    return plan.in_bf16 if kind.is_bf16 else plan
 
 
 def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
@@ -230,8 +249,9 @@ def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
         segments.append(Segment(block=library.add(name, data)))
     if chunk.has_embedding:
         segments.append(Segment(block="embedding.forward", places=(EMBEDDING,)))
+    kinds = kinds_of(plan)
     for place, layer in enumerate(chunk.layers):
-        name = f"{kind_of(plan, layer)}.forward"
+        name = f"{kinds[layer].name}.forward"
         segments.append(Segment(block=name, layer=layer, places=(place,)))
     segments += _amax(library, chunk, Phase.FWD)
     if chunk.has_head:
@@ -254,7 +274,8 @@ def backward_segments(library: Library, chunk: Chunk) -> list[Segment]:
 def _amax(library: Library, chunk: Chunk, phase: Phase) -> list[Segment]:
     """Return the reduction of delayed scaling; the rank's chunks count as equally long."""
     plan = library.plan
-    of_chunk = sum(library.num_products[kind_of(plan, layer)] for layer in chunk.layers)
+    kinds = kinds_of(plan)
+    of_chunk = sum(library.num_products[kinds[layer].name] for layer in chunk.layers)
     count = of_chunk * plan.settings.virtual_pipeline_model_parallel_size
     if not (reduced := narrow.amax(plan, count, phase)):
         return []
@@ -264,7 +285,8 @@ def _amax(library: Library, chunk: Chunk, phase: Phase) -> list[Segment]:
 def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
     """Return layers in forward order; layers with a common checkpoint are one segment."""
     settings = library.plan.settings
-    kinds = [kind_of(library.plan, layer) for layer in chunk.layers]
+    of_model = kinds_of(library.plan)
+    kinds = [of_model[layer] for layer in chunk.layers]
     full = settings.recompute_granularity is Granularity.FULL
     uniform = full and settings.recompute_method == "uniform"
     size = settings.recompute_num_layers
@@ -277,22 +299,22 @@ def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
     for first in range(0, len(kinds), step):
         group = kinds[first : first + step]
         recomputed = uniform or (full and first < size)
-        block = _together(library, group) if recomputed else f"{group[0]}.backward"
+        block = _together(library, group) if recomputed else f"{group[0].name}.backward"
         places = tuple(range(first, first + step))
         segments.append(Segment(block=block, layer=chunk.first_layer + first, places=places))
     return segments
 
 
-def _together(library: Library, kinds: Sequence[str]) -> str:
+def _together(library: Library, kinds: Sequence[Kind]) -> str:
     """Return one checkpoint of several layers: all forward again, then all backward."""
     if len(kinds) == 1:
-        return f"{kinds[0]}.full"
-    name = "full." + "-".join(kinds)
+        return f"{kinds[0].name}.full"
+    name = "full." + "-".join(kind.name for kind in kinds)
     if name in library.operations:
         return name
     ops: list[Operation] = []
     for offset, kind in enumerate(kinds):
-        ops += (in_layer(op, offset) for op in library.operations[f"{kind}.again"])
+        ops += (in_layer(op, offset) for op in library.operations[f"{kind.name}.again"])
     for offset in range(len(kinds) - 1, -1, -1):
         steps = _layer(library.plan, kinds[offset])
         ops += (in_layer(op, offset) for op in backward(steps))
@@ -314,11 +336,12 @@ def combined_runs(
         *_at_microbatch(library.runs(before), microbatches[0]),
         *_at_microbatch(library.runs(first), microbatches[1]),
     ]
+    kinds = kinds_of(plan)
     layers = {True: [*forward.layers], False: [*reversed(backward.layers)]}
     for name, is_forward, place in order(forward.num_layers, backward.num_layers):
         if place < len(layers[is_forward]):
             layer = layers[is_forward][place]
-            block = f"{kind_of(plan, layer)}.combined.{name}"
+            block = f"{kinds[layer].name}.combined.{name}"
             runs = library.runs([Segment(block=block, layer=layer)])
             items += _at_microbatch(runs, microbatches[0 if is_forward else 1])
     items += _at_microbatch(library.runs(after), microbatches[0])
@@ -347,16 +370,18 @@ def _at_microbatch(block: Block, microbatch: int) -> Iterator[Run]:
         yield replace(item, microbatch=microbatch)
 
 
-def _layer(plan: Plan, kind: str) -> tuple[Step, ...]:
+def _layer(plan: Plan, kind: Kind) -> tuple[Step, ...]:
     return tuple(itertools.chain(*_parts(plan, kind)))
 
 
 def _parts(
-    plan: Plan, kind: str, *, apart: bool = False
+    plan: Plan, kind: Kind, *, apart: bool = False
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Return a layer's attention and its MLP. apart: exchanges over ep have their stream."""
     own = plan_of(plan, kind)
-    return attention(own), experts(own, apart=apart) if has_experts(kind) else mlp(own)
+    layer = kind.layer
+    ffn = experts(own, layer, apart=apart) if layer.has_experts else mlp(own, layer)
+    return attention(own, layer), ffn
 
 
 def selected(plan: Plan, modules: Sequence[str]) -> dict[str, str]:

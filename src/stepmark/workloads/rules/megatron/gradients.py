@@ -18,6 +18,7 @@ from typing import Any
 
 from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
+from stepmark.model.layers import Layer
 from stepmark.model.ops import Optimizer, Phase
 from stepmark.step.kernel_choice import memory_kernel
 from stepmark.step.module import Module
@@ -68,9 +69,9 @@ class Bucket:
         return tuple(param.count for param in self.params if param.is_narrow)
 
 
-def layer_params(plan: Plan, *, moe: bool) -> tuple[Param, ...]:
+def layer_params(plan: Plan, layer: Layer) -> tuple[Param, ...]:
     """Return one layer's parameters: attention's output first, norms inside attention last."""
-    leaves = [leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work and leaf.params]
+    leaves = [leaf for leaf in plan.tree.block(layer).walk() if leaf.work and leaf.params]
     places = {"attention.norm": 0, "attention.out": 1}
     places |= dict.fromkeys(("attention.q_norm", "attention.k_norm", "attention.kv_norm"), 3)
 

@@ -29,7 +29,7 @@ from functools import partial
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
-from stepmark.model.model import MoeConfig
+from stepmark.model.layers import Layer, MoeConfig
 from stepmark.model.ops import Attention, Phase
 from stepmark.step.kernel_choice import CORE, memory_kernel
 from stepmark.step.layout import is_cast
@@ -41,25 +41,38 @@ from stepmark.workloads.rules.megatron.settings import Balancing, CpComm, Dispat
 from stepmark.workloads.rules.megatron.steps import Step, awaiting, of_leaf
 
 
-def leaves(plan: Plan, *, moe: bool) -> dict[str, Module]:
+def leaves(plan: Plan, layer: Layer) -> dict[str, Module]:
     """Return the modules that compute in one layer, by role in forward order."""
-    return {leaf.role: leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work}
+    return {leaf.role: leaf for leaf in plan.tree.block(layer).walk() if leaf.work}
 
 
-def mlp(plan: Plan) -> tuple[Step, ...]:
-    """Return norm, up, activation, down, residual of a dense layer, with adapters beside."""
-    parts = leaves(plan, moe=False)
+def mlp(plan: Plan, layer: Layer) -> tuple[Step, ...]:
+    """Return norms, products with adapters beside, activation, residual of a dense FFN."""
+    parts = {
+        role: leaf for role, leaf in leaves(plan, layer).items() if role.startswith("mlp.")
+    }
+    return tuple(_in_order(plan, parts))
+
+
+def _in_order(plan: Plan, parts: Mapping[str, Module]) -> Iterator[Step]:
+    """Yield modules in forward order, each product with its messages and adapters."""
     hidden = plan.model.hidden_size
-    up = "mlp.gate_up" if "mlp.gate_up" in parts else "mlp.up"
-    return (
-        of_leaf(parts["mlp.norm"]),
-        column(plan, parts[up], hidden),
-        *lora.adapters(plan, parts, up, is_column=True),
-        of_leaf(parts["mlp.activation"]),
-        row(plan, parts["mlp.down"], hidden),
-        *lora.adapters(plan, parts, "mlp.down", is_column=False),
-        of_leaf(parts["mlp.residual"]),
-    )
+    for role, leaf in parts.items():
+        if lora.adapted(role) != role:
+            continue  # they come with their layer
+        if role in CORE:
+            yield _core(plan, leaf)
+        elif not leaf.is_linear or leaf.params[0].is_partial:
+            yield of_leaf(leaf)
+        else:
+            is_column = not role.endswith(_ROWS)
+            yield (column if is_column else row)(plan, leaf, hidden)
+            yield from lora.adapters(plan, parts, role, is_column=is_column)
+        if role == "attention.qkv" and plan.model.num_kv_heads < plan.tp:
+            yield _shared_kv_heads(plan, role)
+
+
+_ROWS = ("down", "out")  # products whose input is divided
 
 
 def column(plan: Plan, leaf: Module, width: int) -> Step:
@@ -230,31 +243,29 @@ def data(plan: Plan, *, first: bool, last: bool) -> tuple[Operation, ...]:
     )
 
 
-def attention(plan: Plan) -> tuple[Step, ...]:
-    """Return norm, projections, core, out, residual of one layer."""
+def attention(plan: Plan, layer: Layer) -> tuple[Step, ...]:
+    """Return norms, projections, core or scan, out, residual of one layer's mixer."""
     parts = {
-        role.removeprefix("attention."): leaf
-        for role, leaf in leaves(plan, moe=plan.model.num_dense_layers == 0).items()
+        role: leaf
+        for role, leaf in leaves(plan, layer).items()
+        if role.startswith("attention.")
     }
-    beside = partial(lora.adapters, plan, {leaf.role: leaf for leaf in parts.values()})
-    hidden = plan.model.hidden_size
-    steps = [of_leaf(parts["norm"])]
-    if plan.model.mla is None:
-        steps.append(column(plan, parts["qkv"], hidden))
-        steps += beside("attention.qkv", is_column=True)
-        if plan.model.num_kv_heads < plan.tp:
-            steps.append(_shared_kv_heads(plan, "attention.qkv"))
-        steps += [of_leaf(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
-    else:
-        steps += _latent(plan, parts)
-    if "rope" in parts:
-        steps.append(of_leaf(parts["rope"]))
-    roles = (role.removeprefix("attention.") for role in CORE)
-    steps += [_core(plan, parts[name]) for name in roles if name in parts]
-    steps.append(row(plan, parts["out"], hidden))
-    steps += beside("attention.out", is_column=False)
-    steps.append(of_leaf(parts["residual"]))
+    if plan.model.mla is None or not layer.has_attention:
+        return tuple(_in_order(plan, parts))
+    latent = {role.removeprefix("attention."): leaf for role, leaf in parts.items()}
+    rest = {role: leaf for role, leaf in parts.items() if role not in _LATENT}
+    steps: list[Step] = []
+    for role, leaf in rest.items():
+        steps += _in_order(plan, {role: leaf})
+        if role == "attention.norm":
+            steps += _latent(plan, latent)
     return tuple(steps)
+
+
+_LATENT = tuple(
+    f"attention.{name}"
+    for name in ("q", "q_down", "q_norm", "q_up", "kv_down", "kv_norm", "kv_up")
+)
 
 
 def _shared_kv_heads(plan: Plan, module: str) -> Step:
@@ -382,6 +393,11 @@ def moe_of(plan: Plan) -> MoeConfig:
     return plan.model.moe
 
 
+def _routed_width(plan: Plan) -> int:
+    """Return the width of the rows that are sent to experts."""
+    return moe_of(plan).latent_size or plan.model.hidden_size
+
+
 def exchange(
     plan: Plan,
     kind: Collective,
@@ -465,7 +481,7 @@ class _Exchange:
         self, rows: int, forward: str = "permute", backward: str = "unpermute"
     ) -> _Pair:
         """Return kernels that reorder rows."""
-        num_bytes = 2 * rows * self.plan.model.hidden_size * self.plan.job.dtype.itemsize
+        num_bytes = 2 * rows * _routed_width(self.plan) * self.plan.job.dtype.itemsize
 
         def kernel(name: str, phase: Phase) -> tuple[ComputeOp, ...]:
             op = Kernel(name=name, flops=0, bytes_moved=num_bytes)
@@ -517,7 +533,7 @@ def _dispatch(plan: Plan, exchange: _Exchange) -> tuple[_Pair, _Parts]:
 
     Without padding to capacity the ranks first exchange the number of rows for each expert.
     """
-    hidden = plan.model.hidden_size
+    hidden = _routed_width(plan)
     probs = plan.probs_dtype
     gather = Collective.ALL_GATHER
     counts = moe_of(plan).num_experts * plan.size("tp_ep")
@@ -536,7 +552,7 @@ def _dispatch(plan: Plan, exchange: _Exchange) -> tuple[_Pair, _Parts]:
 
 def _combine(plan: Plan, exchange: _Exchange) -> _Parts:
     """Return the combine, whose sum over experts' tp is in the probabilities' type."""
-    hidden = plan.model.hidden_size
+    hidden = _routed_width(plan)
     return _Parts(
         before=(
             exchange.by_expert(),
@@ -551,7 +567,7 @@ def all_gather(plan: Plan) -> tuple[Step, Step]:
     """Return the gather of all tokens over tp and ep, and the scatter of their sums."""
     to_experts = _Exchange(plan, "mlp.dispatch")
     from_experts = _Exchange(plan, "mlp.combine")
-    hidden = plan.model.hidden_size
+    hidden = _routed_width(plan)
     probs = plan.probs_dtype
     experts = moe_of(plan).num_experts
     rows = plan.own_tokens * plan.size("tp_ep")
@@ -570,24 +586,27 @@ def all_gather(plan: Plan) -> tuple[Step, Step]:
     return dispatch, combine
 
 
-def experts(plan: Plan, *, apart: bool = False) -> tuple[Step, ...]:
+def experts(plan: Plan, layer: Layer, *, apart: bool = False) -> tuple[Step, ...]:
     """Return norm, shared.*, router, dispatch, experts.*, combine, residual of one layer.
 
     apart: exchanges over ep have a stream of their own.
     """
-    parts = leaves(plan, moe=True)
+    parts = leaves(plan, layer)
     hidden = plan.model.hidden_size
     steps = [of_leaf(parts["mlp.norm"])]
+    ends = [of_leaf(parts[role]) for role in _AFTER_EXPERTS if role in parts]
     if plan.settings.moe_shared_expert_overlap and plan.has_shared_experts:
-        return (*steps, *_beside_exchanges(plan, parts), of_leaf(parts["mlp.residual"]))
+        return (*steps, *_beside_exchanges(plan, parts), *ends)
     for name, part in parts.items():
         if name.startswith("mlp.shared_"):
-            if name.endswith("activation"):
-                steps.append(of_leaf(part))
-            else:
+            if part.is_linear and not part.params[0].is_partial:
                 linear = row if name.endswith("down") else column
                 steps.append(linear(plan, part, hidden))
+            else:
+                steps.append(of_leaf(part))
     steps.append(_router(plan, parts["mlp.router"]))
+    if "mlp.to_latent" in parts:
+        steps.append(of_leaf(parts["mlp.to_latent"]))
     inner = [of_leaf(leaf) for name, leaf in parts.items() if name.startswith("mlp.experts")]
     before: tuple[Step, ...]
     after: tuple[Step, ...]
@@ -606,7 +625,10 @@ def experts(plan: Plan, *, apart: bool = False) -> tuple[Step, ...]:
         first, last = all_gather(plan) if gathers else all_to_all(plan)
         before = (first,)
         after = (last,)
-    return (*steps, *before, *inner, *after, of_leaf(parts["mlp.residual"]))
+    return (*steps, *before, *inner, *after, *ends)
+
+
+_AFTER_EXPERTS = ("mlp.from_latent", "mlp.norm_after", "mlp.residual")
 
 
 def _beside_exchanges(plan: Plan, parts: Mapping[str, Module]) -> Iterator[Step]:

@@ -40,8 +40,7 @@ from stepmark.workloads.rules.megatron.chunk import (
     combined_runs,
     first_forward,
     forward_segments,
-    is_moe,
-    kind_of,
+    kinds_of,
     last_backward,
 )
 from stepmark.workloads.rules.megatron.gradients import StageParams
@@ -182,10 +181,11 @@ class _StageBuilder:
         self.chunks = chunks
         self.plan = plan = library.plan
         self.blocks = library.blocks
-        kinds = [[kind_of(plan, layer) for layer in chunk.layers] for chunk in chunks]
+        of_model = kinds_of(plan)
+        kinds = [[of_model[layer] for layer in chunk.layers] for chunk in chunks]
         params = tuple(
-            gradients.chunk_params(plan, chunk, kind, library.of_layer)
-            for chunk, kind in zip(chunks, kinds, strict=True)
+            gradients.chunk_params(plan, chunk, [kind.name for kind in own], library.of_layer)
+            for chunk, own in zip(chunks, kinds, strict=True)
         )
         self.params = StageParams(
             params=params,
@@ -195,7 +195,7 @@ class _StageBuilder:
             ),
             is_first=index == 0,
             is_last=index == pipeline.num_stages - 1,
-            moe_layers=sum(is_moe(plan, layer) for chunk in chunks for layer in chunk.layers),
+            moe_layers=sum(kind.layer.has_experts for own in kinds for kind in own),
         )
 
     def build(self) -> Stage:

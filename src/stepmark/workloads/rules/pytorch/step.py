@@ -329,10 +329,7 @@ def _chunks(
         loss_chunks=technique.loss_chunks,
         kernels=technique.kernels,
     )
-    kinds: dict[bool, Unit] = {}
-    for moe in (False, True):
-        if (moe and model.num_moe_layers) or (not moe and model.num_dense_layers):
-            kinds[moe] = builder.block(moe=moe)
+    kinds = builder.blocks()
     technique = replace(
         technique,
         names_ends=technique.sharding is not None or job.parallel.pp > 1,
@@ -340,9 +337,7 @@ def _chunks(
     )
     chunks: list[Chunk] = []
     for index, layers in enumerate(stage_layers(model.num_layers, count, technique.pp_split)):
-        units = [
-            kinds[model.moe is not None and layer >= model.num_dense_layers] for layer in layers
-        ]
+        units = [kinds[layer] for layer in model.layers[layers.start : layers.stop]]
         is_first = index == 0
         if is_first and units and technique.lora:
             units[0] = builder.first_block(units[0])

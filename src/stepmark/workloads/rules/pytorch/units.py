@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
+from stepmark.model.layers import Layer
 from stepmark.model.ops import Phase, Scaling
 from stepmark.model.parallel import TpPlan
 from stepmark.step.kernel_choice import KernelChoice
@@ -191,13 +192,24 @@ class UnitBuilder:
             params += [head] if job.parallel.tp > 1 else []
         return Unit(name="output", params=tuple(params), fwd=(fwd,), bwd=(bwd,))
 
-    def block(self, *, moe: bool) -> Unit:
-        leaves = _leaves(self._tree.block(moe=moe))
+    def blocks(self) -> dict[Layer, Unit]:
+        """Return the units of the model's layers; those of one kind share a name."""
+        units: dict[Layer, Unit] = {}
+        for layer in self.job.model.layer_counts:
+            stem = "moe" if layer.has_experts else "block"
+            number = sum(name.has_experts == layer.has_experts for name in units)
+            units[layer] = self._block(layer, f"{stem}.{number}" if number else stem)
+        return units
+
+    def _block(self, layer: Layer, name: str) -> Unit:
+        moe = layer.has_experts
+        leaves = _leaves(self._tree.block(layer))
         after = self._inside(moe=moe)
         pieces = [leaves]
         if moe and self.apart:
             roles = [leaf.role for leaf in leaves]
-            first = roles.index("mlp.router") + 1
+            before = "mlp.to_latent" if "mlp.to_latent" in roles else "mlp.router"
+            first = roles.index(before) + 1
             last = roles.index("mlp.experts_down") + 1
             pieces = [leaves[:first], leaves[first:last], leaves[last:]]
         joined = [self._joined(piece, after) for piece in pieces]
@@ -210,7 +222,7 @@ class UnitBuilder:
             fwd[1], fwd[2] = fwd[1][: len(fwd[1]) - num_sent], (*messages[0], *fwd[2])
             bwd[0], bwd[1] = (*bwd[0], *messages[1]), bwd[1][num_sent:]
         return Unit(
-            name="moe" if moe else "block",
+            name=name,
             params=tuple(param for leaf in leaves for param in leaf.params),
             fwd=tuple(fwd),
             bwd=tuple(bwd),
@@ -249,7 +261,8 @@ class UnitBuilder:
             keys = job.tokens * axes.cp * heads * (model.d_qk + model.d_v)
             pairs["attention.core:"] = self._pair(gather, keys, "cp", "attention.core")
         if moe and axes.ep > 1 and model.moe:
-            rows = job.tokens * model.moe.top_k * model.hidden_size
+            width = model.moe.latent_size or model.hidden_size
+            rows = job.tokens * model.moe.top_k * width
             sent = self._pair(Collective.ALL_TO_ALL_V, rows, "ep", "mlp.router")
             counts = self.comms(
                 Collective.ALL_TO_ALL,
@@ -261,7 +274,8 @@ class UnitBuilder:
                 layer=0,
                 microbatch=0,
             )
-            pairs["mlp.router"] = ((*counts, *sent[0]), sent[1])
+            last = "mlp.to_latent" if model.moe.latent_size else "mlp.router"
+            pairs[last] = ((*counts, *sent[0]), sent[1])
             pairs["mlp.experts_down"] = self._pair(
                 Collective.ALL_TO_ALL_V, rows, "ep", "mlp.experts_down"
             )

@@ -1,0 +1,93 @@
+"""Hugging Face `config.json` of decoder-only families, as ModelConfig.
+
+Only what changes shapes is read. `unmodelled` names the other keys that change a step.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from stepmark.ground.errors import ConfigError, nearest
+from stepmark.model.model import ModelConfig
+from stepmark.step.source_file import one_line, read_json
+from stepmark.workloads.formats.huggingface.families import FAMILIES, NESTED
+from stepmark.workloads.formats.huggingface.keys import Keys
+from stepmark.workloads.formats.huggingface.notes import unmodelled
+
+# Our name of a field -> the file's, where a check of ModelConfig fails.
+_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "qkv_bias": "attention_bias",
+    "linear_bias": "mlp_bias",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.first_dense_layers": "first_k_dense_replace",
+    "moe.num_groups": "n_group",
+    "moe.top_groups": "topk_group",
+}
+_EXPERTS = ("num_local_experts", "n_routed_experts", "moe_num_experts")
+_TEXT = "text_config"
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read the model that a Hugging Face config.json describes. Raise ConfigError.
+
+    The model is named after the file's folder if the file is config.json. Of a model of
+    several kinds of input it is the decoder of text.
+    """
+    where = f"{path}: "
+    raw = read_json(path)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}config", one_line(raw), "an object")
+    keys = _of_text(Keys(raw, where))
+    family = keys.text("model_type", default="")
+    if family not in FAMILIES:
+        raise _unknown(keys, family)
+    name = path.parent.name if path.name == "config.json" else path.stem
+    facts: dict[str, Any] = {"name": name or family, "source": str(path)}
+    try:
+        fields = FAMILIES[family](keys)
+        outer = {key: value for key, value in raw.items() if key != _TEXT}
+        notes = unmodelled({**outer, **keys.raw}, keys.read)
+        facts["unmodelled"] = tuple(f"{path}: {note}" for note in notes)
+        return ModelConfig(**facts, **fields)
+    except ConfigError as error:
+        if error.field.startswith(where):
+            raise
+        experts = next((key for key in _EXPERTS if key in keys.raw), "num_experts")
+        names = _NAMES | {"num_experts": experts}
+        raise in_words_of_file(error, dict(keys.raw), where, names) from None
+
+
+def _of_text(keys: Keys) -> Keys:
+    """Return the keys of the decoder of text, which are inside for models that see, too."""
+    outer = keys.text("model_type", default="")
+    inner = keys.part(_TEXT)
+    if inner is None:
+        if outer in NESTED:
+            return Keys({**keys.raw, "model_type": NESTED[outer]}, keys.where, keys.read)
+        return keys
+    family = inner.raw.get("model_type", NESTED.get(outer, outer))
+    raw = {"tie_word_embeddings": keys.raw.get("tie_word_embeddings"), **inner.raw}
+    if raw["tie_word_embeddings"] is None:
+        del raw["tie_word_embeddings"]
+    return Keys({**raw, "model_type": NESTED.get(str(family), family)}, inner.where, keys.read)
+
+
+def _unknown(keys: Keys, family: str) -> ConfigError:
+    near = nearest(family, FAMILIES)
+    known = f"did you mean {near[0]}?" if near else f"one of {', '.join(FAMILIES)}"
+    allowed = f"{known}; docs/howto/custom-models.md says how to go on with another family"
+    return ConfigError(f"{keys.where}model_type", family[:80] or "missing", allowed)
+
+
+def in_words_of_file(
+    error: ConfigError, raw: dict[str, object], where: str, names: dict[str, str]
+) -> ConfigError:
+    """Return a failed check of ModelConfig in the names and the value of the file."""
+    short = re.sub(r"^(mla|moe|delta|mamba|layer|indexer)\.", "", error.field)
+    field = names.get(error.field, names.get(short, short))
+    allowed = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), error.allowed)
+    return ConfigError(f"{where}{field}", one_line(raw.get(field, "missing")), allowed)

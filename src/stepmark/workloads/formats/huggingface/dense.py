@@ -1,0 +1,293 @@
+"""Families of dense decoders, from Llama on.
+
+Source: configuration_*.py and modeling_*.py of transformers 5.23.
+"""
+
+from typing import Any
+
+from stepmark.model.layers import (
+    Layer,
+)
+from stepmark.workloads.formats.huggingface.common import (
+    Fields,
+    all_biases,
+    always,
+    attention_bias,
+    decoder,
+    every,
+    gated,
+    multipliers,
+    read_activation,
+    read_ropes,
+    read_windows,
+    with_defaults,
+    with_windows,
+)
+from stepmark.workloads.formats.huggingface.keys import Keys, cycle
+
+
+def llama(keys: Keys, **defaults: Any) -> Fields:
+    """Return a dense model; also of Arcee, whose MLP is not gated."""
+    return gated(keys, **defaults) | all_biases(keys)
+
+
+def arcee(keys: Keys) -> Fields:
+    activation = read_activation(keys, gated=False, default="relu2")
+    return decoder(keys) | all_biases(keys) | {"activation": activation}
+
+
+def mistral(keys: Keys, window: int | None = 4096) -> Fields:
+    fields = gated(keys, kv_heads=8)
+    return with_windows(fields, read_windows(keys, fields["num_layers"], always, window))
+
+
+def ministral(keys: Keys) -> Fields:
+    return mistral(keys, window=None)
+
+
+def qwen_windows(keys: Keys, count: int) -> list[int]:
+    first = keys.count("max_window_layers", default=28)
+    windows = read_windows(keys, count, lambda index: index >= first, 4096)
+    return windows if keys.flag("use_sliding_window") else [0] * count
+
+
+def qwen2(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=32) | {"qkv_bias": True}
+    return with_windows(fields, qwen_windows(keys, fields["num_layers"]))
+
+
+def mimo(keys: Keys) -> Fields:
+    """Return Xiaomi's first MiMo, whose blocks are Qwen2's."""
+    return qwen2(keys)
+
+
+def qwen3(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=32, head_dim=128) | attention_bias(keys) | {"qk_norm": True}
+    return with_windows(fields, qwen_windows(keys, fields["num_layers"]))
+
+
+def glm(keys: Keys, *, both: bool = False) -> Fields:
+    """Return GLM-4, with the norms of GLM-4-0414 before and after."""
+    fields = gated(keys, kv_heads=2, head_dim=128, rotary=0.5)
+    bias = keys.flag("attention_bias", not both)
+    return fields | {"qkv_bias": bias, "norm_placement": "both" if both else "pre"}
+
+
+def gemma(keys: Keys) -> Fields:
+    activation = read_activation(
+        keys, "hidden_act", "hidden_activation", default="gelu_pytorch_tanh"
+    )
+    fields = decoder(keys, head_dim=256, tied=True) | attention_bias(keys)
+    return fields | {
+        "activation": activation,
+        "embedding_multiplier": fields["hidden_size"] ** 0.5,
+    }
+
+
+def _gemma_heads(keys: Keys, fields: Fields) -> Fields:
+    scalar = keys.number("query_pre_attn_scalar", default=256)
+    return fields | {
+        "norm_placement": "both",
+        "attention_scale": scalar**-0.5,
+        "softcap": keys.number("attn_logit_softcapping", default=0),
+        "logit_softcap": keys.number("final_logit_softcapping", default=0),
+    }
+
+
+def gemma2(keys: Keys) -> Fields:
+    keys = with_defaults(keys, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    activation = read_activation(keys, "hidden_activation", default="gelu_pytorch_tanh")
+    fields = decoder(keys, head_dim=256, tied=True, kv_heads=4) | attention_bias(keys)
+    fields |= {
+        "activation": activation,
+        "embedding_multiplier": fields["hidden_size"] ** 0.5,
+    }
+    windows = read_windows(keys, fields["num_layers"], lambda index: index % 2 == 0, 4096)
+    return _gemma_heads(keys, with_windows(fields, windows))
+
+
+def gemma3(keys: Keys) -> Fields:
+    activation = read_activation(keys, "hidden_activation", default="gelu_pytorch_tanh")
+    fields = decoder(keys, head_dim=256, tied=True, kv_heads=4) | attention_bias(keys)
+    fields |= {
+        "activation": activation,
+        "embedding_multiplier": fields["hidden_size"] ** 0.5,
+        "qk_norm": True,
+    }
+    step = keys.size("sliding_window_pattern", default=6)
+    windows = read_windows(keys, fields["num_layers"], every(step), 4096)
+    return _gemma_heads(keys, with_windows(fields, windows))
+
+
+def olmo(keys: Keys) -> Fields:
+    return gated(keys) | attention_bias(keys) | {"norm": "layernorm_no_weight"}
+
+
+def olmo2(keys: Keys) -> Fields:
+    normed = {"norm_placement": "post", "qk_norm": True, "qk_norm_kind": "all"}
+    return gated(keys) | attention_bias(keys) | normed
+
+
+def olmo3(keys: Keys) -> Fields:
+    fields = olmo2(keys)
+    return with_windows(fields, read_windows(keys, fields["num_layers"], every(4), 4096))
+
+
+def phi3(keys: Keys) -> Fields:
+    fields = gated(keys)
+    return with_windows(fields, read_windows(keys, fields["num_layers"], always, None))
+
+
+def granite(keys: Keys) -> Fields:
+    return gated(keys) | all_biases(keys) | multipliers(keys)
+
+
+def nemotron(keys: Keys) -> Fields:
+    return (
+        decoder(keys, rotary=0.5)
+        | all_biases(keys)
+        | {
+            "activation": read_activation(keys, gated=False, default="relu2"),
+            "norm": "layernorm",
+        }
+    )
+
+
+def seed_oss(keys: Keys) -> Fields:
+    biases = ["out"] if keys.flag("attention_out_bias") else []
+    biases += ["mlp"] if keys.flag("mlp_bias") else []
+    fields = gated(keys, kv_heads=8, head_dim=128)
+    return fields | {"qkv_bias": keys.flag("attention_bias", True), "biases": tuple(biases)}
+
+
+def smollm3(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=4, tied=True) | all_biases(keys)
+    count = fields["num_layers"]
+    ropes = read_ropes(keys, count, keys.size("no_rope_layer_interval", default=4))
+    windows = read_windows(keys, count, lambda index: not ropes[index], None)
+    if not keys.flag("use_sliding_window"):
+        windows = [0] * count
+    layers = (
+        Layer(window=size, has_rope=rope) for size, rope in zip(windows, ropes, strict=True)
+    )
+    return fields | {"pattern": cycle(layers)}
+
+
+def starcoder2(keys: Keys) -> Fields:
+    default = "gelu_pytorch_tanh"
+    fields = decoder(keys, kv_heads=2, tied=True) | {
+        "activation": read_activation(keys, gated=False, default=default),
+        "norm": "layernorm",
+        "linear_bias": keys.flag("use_bias", True),
+    }
+    return with_windows(fields, read_windows(keys, fields["num_layers"], always, None))
+
+
+def ernie(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=2, tied=True)
+    return fields | {"linear_bias": keys.flag("use_bias")}
+
+
+def cohere(keys: Keys) -> Fields:
+    has_norm = keys.flag("use_qk_norm")
+    return (
+        gated(keys, tied=True)
+        | attention_bias(keys)
+        | {
+            "norm": "layernorm_no_bias",
+            "norm_placement": "shared",
+            "is_parallel": True,
+            "logit_multiplier": keys.number("logit_scale", default=0.0625),
+            "qk_norm": has_norm,
+            "qk_norm_kind": "all" if has_norm else "head",
+        }
+    )
+
+
+def cohere2(keys: Keys) -> Fields:
+    fields = cohere(keys)
+    step = keys.size("sliding_window_pattern", default=4)
+    windows = read_windows(keys, fields["num_layers"], every(step), 4096)
+    layers = (Layer(window=size, has_rope=size > 0) for size in windows)
+    return fields | {"pattern": cycle(layers)}
+
+
+def stablelm(keys: Keys) -> Fields:
+    is_parallel = keys.flag("use_parallel_residual")
+    has_norm = keys.flag("qk_layernorm")
+    return gated(keys, rotary=0.25) | {
+        "norm": "layernorm",
+        "norm_placement": "shared" if is_parallel else "pre",
+        "is_parallel": is_parallel,
+        "qkv_bias": keys.flag("use_qkv_bias"),
+        "qk_norm": has_norm,
+        "qk_norm_kind": "all" if has_norm else "head",
+    }
+
+
+def exaone4(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=32)
+    given = keys.raw.get("sliding_window_pattern", 4)
+    keys.read.add("sliding_window_pattern")
+    step = (
+        len(given)
+        if isinstance(given, str)
+        else keys.count("sliding_window_pattern", default=4)
+    )
+    windows = read_windows(keys, fields["num_layers"], every(step), 4096)
+    is_hybrid = any(windows)
+    layers = (Layer(window=size, has_rope=size > 0 or not is_hybrid) for size in windows)
+    more = {"norm_placement": "post", "qk_norm": True, "pattern": cycle(layers)}
+    return fields | more
+
+
+def internlm3(keys: Keys) -> Fields:
+    biases = ("mlp",) if keys.flag("bias") else ()
+    return gated(keys, kv_heads=2) | {
+        "qkv_bias": keys.flag("qkv_bias"),
+        "biases": (*biases, "out") if biases else (),
+    }
+
+
+def helium(keys: Keys) -> Fields:
+    biases = ("mlp",) if keys.flag("mlp_bias") else ()
+    fields = gated(keys, kv_heads=20, head_dim=128)
+    return fields | {"qkv_bias": keys.flag("attention_bias"), "biases": biases}
+
+
+def nemotron_nas(keys: Keys) -> Fields:
+    """Return NVIDIA's searched models, whose layers have widths of their own."""
+    fields = gated(keys, ffn=None, kv_heads=1) | all_biases(keys)
+    hidden, heads = fields["hidden_size"], fields["num_heads"]
+    blocks = keys.items("block_configs") or []
+    layers = []
+    for index, block in enumerate(blocks):
+        own = Keys({"block": block}, f"{keys.where}block_configs[{index}].").part("block")
+        attention, ffn = (own.part(name) if own else None for name in ("attention", "ffn"))
+        if attention is None or ffn is None:
+            raise keys.error("block_configs", "of attention and ffn")
+        if attention.flag("replace_with_linear") or ffn.flag("replace_with_linear"):
+            raise keys.error("block_configs", "without replace_with_linear")
+        has_attention = not attention.flag("no_op")
+        has_ffn = not ffn.flag("no_op")
+        layer = Layer(
+            mixer="attention" if has_attention else "",
+            ffn="dense" if has_ffn else "",
+            num_kv_heads=heads // attention.size("n_heads_in_group") if has_attention else 0,
+            ffn_hidden_size=_nas_width(ffn.number("ffn_mult", default=0), hidden)
+            if has_ffn
+            else 0,
+        )
+        layers.append(layer)
+    if len(layers) != fields["num_layers"]:
+        raise keys.error("block_configs", "as many as num_hidden_layers")
+    widths = [layer.ffn_hidden_size for layer in layers]
+    kv_heads = [layer.num_kv_heads for layer in layers if layer.num_kv_heads]
+    common = {"num_kv_heads": max(kv_heads), "ffn_hidden_size": max(widths)}
+    return fields | common | {"pattern": cycle(layers)}
+
+
+def _nas_width(mult: float, hidden: int) -> int:
+    """Return _ffn_mult_to_intermediate_size of modeling_decilm.py."""
+    width = int(2 * mult * hidden / 3)
+    return width + -width % 256

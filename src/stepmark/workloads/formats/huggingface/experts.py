@@ -1,0 +1,300 @@
+"""Families with mixtures of experts, all of whose layers have attention.
+
+Source: configuration_*.py and modeling_*.py of transformers 5.23.
+"""
+
+from typing import Any
+
+from stepmark.model.layers import (
+    IndexerConfig,
+    Layer,
+    MlaConfig,
+    MoeConfig,
+)
+from stepmark.workloads.formats.huggingface.common import (
+    DEFAULT_SEQ_LEN,
+    Fields,
+    always,
+    attention_bias,
+    decoder,
+    deepseek_experts,
+    gated,
+    multipliers,
+    placed_experts,
+    read_activation,
+    read_ropes,
+    read_types,
+    read_windows,
+    with_windows,
+)
+from stepmark.workloads.formats.huggingface.dense import qwen_windows
+from stepmark.workloads.formats.huggingface.keys import Keys, cycle
+
+
+def mixtral(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=8)
+    moe = MoeConfig(
+        num_experts=keys.size("num_local_experts", default=8),
+        top_k=keys.size("num_experts_per_tok", default=2),
+        ffn_hidden_size=fields["ffn_hidden_size"],
+    )
+    windows = read_windows(keys, fields["num_layers"], always, None)
+    return with_windows(fields, windows) | {"moe": moe, "ffn_hidden_size": 0}
+
+
+def qwen_experts(keys: Keys, fields: Fields, defaults: Fields, **more: Any) -> Fields:
+    """Return experts, and the layers that have a dense MLP instead."""
+    count = fields["num_layers"]
+    step = keys.size("decoder_sparse_step", default=1)
+    dense = keys.items("mlp_only_layers") or []
+    for layer in dense:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise keys.error("mlp_only_layers", "a list of layers")
+    is_dense = [index in dense or (index + 1) % step != 0 for index in range(count)]
+    moe = MoeConfig(
+        num_experts=keys.size("num_experts", "num_local_experts", default=defaults["experts"]),
+        top_k=keys.size("num_experts_per_tok", default=defaults["top_k"]),
+        ffn_hidden_size=keys.size("moe_intermediate_size", default=defaults["width"]),
+        **more,
+    )
+    return placed_experts(fields, moe, is_dense)
+
+
+def qwen3_moe(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=4, ffn=6144) | attention_bias(keys) | {"qk_norm": True}
+    fields = with_windows(fields, qwen_windows(keys, fields["num_layers"]))
+    return qwen_experts(keys, fields, {"experts": 128, "top_k": 8, "width": 768})
+
+
+def shared_gated(keys: Keys, width: int) -> Fields:
+    size = keys.count("shared_expert_intermediate_size", default=width)
+    return {
+        "num_shared_experts": min(1, size),
+        "shared_ffn_hidden_size": size,
+        "shared_gate": size > 0,
+    }
+
+
+def qwen2_moe(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=16, ffn=5632)
+    fields |= {"qkv_bias": keys.flag("qkv_bias", True)}
+    fields = with_windows(fields, qwen_windows(keys, fields["num_layers"]))
+    defaults = {"experts": 60, "top_k": 4, "width": 1408}
+    return qwen_experts(keys, fields, defaults, **shared_gated(keys, 5632))
+
+
+def deepseek(keys: Keys, *, sigmoid: bool, indexed: bool = False) -> Fields:
+    keys.read.add("head_dim")  # the file's, where there is one, is the rope part only
+    heads = keys.size("num_attention_heads")
+    indexer = None
+    if indexed:
+        indexer = IndexerConfig(
+            num_heads=keys.size("index_n_heads", default=64),
+            head_dim=keys.size("index_head_dim", default=128),
+            top_k=keys.size("index_topk", default=2048),
+        )
+    mla = MlaConfig(
+        q_lora_rank=keys.size("q_lora_rank", null=None),
+        kv_lora_rank=keys.size("kv_lora_rank"),
+        qk_nope_head_dim=keys.size("qk_nope_head_dim"),
+        qk_rope_head_dim=keys.size("qk_rope_head_dim"),
+        v_head_dim=keys.size("v_head_dim"),
+        indexer=indexer,
+    )
+    keys.read.add("num_key_value_heads")
+    fields = {
+        "hidden_size": keys.size("hidden_size"),
+        "num_layers": keys.size("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        "ffn_hidden_size": keys.size("intermediate_size"),
+        "vocab_size": keys.size("vocab_size"),
+        "seq_len": min(keys.size("max_position_embeddings"), DEFAULT_SEQ_LEN),
+        "tied_embeddings": keys.flag("tie_word_embeddings"),
+        "activation": read_activation(keys),
+        "mla": mla,
+        **attention_bias(keys),
+    }
+    return deepseek_experts(keys, fields, sigmoid=sigmoid)
+
+
+def glm4_moe(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=8, ffn=10944, rotary=0.5)
+    fields |= {"qkv_bias": keys.flag("attention_bias"), "qk_norm": keys.flag("use_qk_norm")}
+    defaults = {"width": 1408, "shared": 1, "experts": 128, "top_k": 8, "dense": 1}
+    return deepseek_experts(keys, fields, sigmoid=True, **defaults)
+
+
+def dots1(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=32) | attention_bias(keys) | {"qk_norm": True}
+    windows = read_windows(keys, fields["num_layers"], lambda index: False, 4096)
+    defaults = {"shared": None, "experts": None, "top_k": None, "dense": 0}
+    return deepseek_experts(keys, with_windows(fields, windows), sigmoid=True, **defaults)
+
+
+def gpt_oss(keys: Keys) -> Fields:
+    fields = decoder(keys, kv_heads=8, head_dim=64)
+    keys.text("hidden_act", default="silu")
+    windows = read_windows(keys, fields["num_layers"], lambda index: index % 2 == 0, 128)
+    moe = MoeConfig(
+        num_experts=keys.size("num_local_experts", default=128),
+        top_k=keys.size("num_experts_per_tok", "experts_per_token", default=4),
+        ffn_hidden_size=fields["ffn_hidden_size"],
+    )
+    keys.read |= {"swiglu_limit", "swiglu_alpha"}
+    return with_windows(fields, windows) | {
+        "moe": moe,
+        "ffn_hidden_size": 0,
+        "activation": "clamped_swiglu",
+        "attention_bias": keys.flag("attention_bias", True),
+        "biases": ("experts", "router"),
+        "has_sinks": True,
+    }
+
+
+def llama4(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=8, head_dim=128) | attention_bias(keys)
+    count = fields["num_layers"]
+    interval = keys.size("no_rope_layer_interval", default=4)
+    has_rope = read_ropes(keys, count, interval)
+    chunk = keys.size("attention_chunk_size", default=8192) or 0
+    types = read_types(keys, count)
+    is_chunked = [kind == "chunked_attention" for kind in types] if types else has_rope
+    step = keys.size("interleave_moe_layer_step", default=1)
+    listed = keys.items("moe_layers")
+    with_experts = listed if listed is not None else range(step - 1, count, step)
+    layers = [
+        Layer(chunk=chunk if chunked else 0, has_rope=rope)
+        for chunked, rope in zip(is_chunked, has_rope, strict=True)
+    ]
+    moe = MoeConfig(
+        num_experts=keys.size("num_local_experts", default=16),
+        top_k=keys.size("num_experts_per_tok", default=1),
+        ffn_hidden_size=fields["ffn_hidden_size"],
+        num_shared_experts=1,
+        shared_ffn_hidden_size=fields["ffn_hidden_size"],
+        scoring="sigmoid",
+    )
+    has_norm = keys.flag("use_qk_norm", True)
+    fields |= {
+        "ffn_hidden_size": keys.size("intermediate_size_mlp", default=16384),
+        "pattern": cycle(layers),
+        "qk_norm": has_norm,
+        "qk_norm_kind": "unit" if has_norm else "head",
+    }
+    return placed_experts(fields, moe, [index not in with_experts for index in range(count)])
+
+
+def olmoe(keys: Keys) -> Fields:
+    fields = gated(keys, ffn=2048) | attention_bias(keys)
+    moe = MoeConfig(
+        num_experts=keys.size("num_experts", default=64),
+        top_k=keys.size("num_experts_per_tok", default=8),
+        ffn_hidden_size=fields["ffn_hidden_size"],
+    )
+    more = {"qk_norm": True, "qk_norm_kind": "all", "moe": moe, "ffn_hidden_size": 0}
+    return fields | more
+
+
+def flex_olmo(keys: Keys) -> Fields:
+    return olmoe(keys) | {"norm_placement": "post"}
+
+
+def phimoe(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=8, ffn=6400) | attention_bias(keys)
+    moe = MoeConfig(
+        num_experts=keys.size("num_local_experts", default=16),
+        top_k=keys.size("num_experts_per_tok", default=2),
+        ffn_hidden_size=fields["ffn_hidden_size"],
+    )
+    windows = read_windows(keys, fields["num_layers"], always, None)
+    return with_windows(fields, windows) | {
+        "moe": moe,
+        "ffn_hidden_size": 0,
+        "norm": "layernorm",
+        "biases": ("head",) if keys.flag("lm_head_bias") else (),
+    }
+
+
+def granitemoe(keys: Keys, *, shared: bool = False) -> Fields:
+    fields = gated(keys) | attention_bias(keys) | multipliers(keys)
+    width = keys.count("shared_intermediate_size", default=0) if shared else 0
+    moe = MoeConfig(
+        num_experts=keys.size("num_local_experts", default=8),
+        top_k=keys.size("num_experts_per_tok", default=2),
+        ffn_hidden_size=fields["ffn_hidden_size"],
+        num_shared_experts=min(1, width),
+        shared_ffn_hidden_size=width,
+    )
+    return fields | {"moe": moe, "ffn_hidden_size": 0}
+
+
+def minimax_m2(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=8, head_dim=128)
+    width = keys.size("rotary_dim", default=None)
+    moe = MoeConfig(
+        num_experts=keys.size("num_local_experts", "num_experts", default=256),
+        top_k=keys.size("num_experts_per_tok", default=8),
+        ffn_hidden_size=fields["ffn_hidden_size"],
+        router_bias=keys.flag("use_routing_bias", True),
+        scoring="sigmoid",
+    )
+    has_norm = keys.flag("use_qk_norm", True)
+    return fields | {
+        "moe": moe,
+        "ffn_hidden_size": 0,
+        "qk_norm": has_norm,
+        "qk_norm_kind": "all" if has_norm else "head",
+        "rotary_dim": width if width and width < fields["head_dim"] else fields["rotary_dim"],
+    }
+
+
+def ernie_moe(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=4, tied=True)
+    count = fields["num_layers"]
+    first = keys.count("moe_layer_start_index", default=1)
+    end = keys.raw.get("moe_layer_end_index", -1)
+    keys.read.add("moe_layer_end_index")
+    last = count - 1 if end in (-1, None) else keys.count("moe_layer_end_index")
+    step = keys.size("moe_layer_interval", default=1)
+    is_dense = [
+        not (first <= index <= last and (index + 1) % step == 0) for index in range(count)
+    ]
+    width = keys.size("moe_intermediate_size", default=1536)
+    shared = keys.count("moe_num_shared_experts", default=2)
+    has_bias = keys.flag("use_bias")
+    moe = MoeConfig(
+        num_experts=keys.size("moe_num_experts", "num_experts", default=64),
+        top_k=keys.size("moe_k", "num_experts_per_tok", default=6),
+        ffn_hidden_size=width,
+        num_shared_experts=shared,
+        shared_ffn_hidden_size=shared * width,
+        router_bias=keys.flag("moe_use_aux_free", True),
+    )
+    if has_bias:
+        fields |= {"attention_bias": True, "biases": ("mlp",)}
+    return placed_experts(fields, moe, is_dense)
+
+
+def hunyuan(keys: Keys, *, with_experts: bool = False) -> Fields:
+    fields = gated(keys) | attention_bias(keys) | {"qk_norm": keys.flag("use_qk_norm", True)}
+    if not with_experts:
+        return fields
+    top_k = keys.raw.get("moe_topk", 1)
+    keys.read.add("moe_topk")
+    if isinstance(top_k, list):
+        if len(set(map(str, top_k))) != 1:
+            raise keys.error("moe_topk", "the same in all layers")
+        top_k = top_k[0]
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise keys.error("moe_topk", "a whole number")
+    width = fields["ffn_hidden_size"]
+    moe = MoeConfig(
+        num_experts=keys.size("num_experts", default=1),
+        top_k=top_k,
+        ffn_hidden_size=width,
+        num_shared_experts=1,
+        shared_ffn_hidden_size=width,
+    )
+    return fields | {"moe": moe, "ffn_hidden_size": 0}

@@ -1,0 +1,210 @@
+"""Families of which some layers carry a state from token to token, instead of attention.
+
+Source: configuration_*.py and modeling_*.py of transformers 5.23; Nemotron-H's pattern:
+hybrid_override_pattern of its config.
+"""
+
+from dataclasses import replace
+
+from stepmark.model.layers import (
+    DeltaConfig,
+    Layer,
+    MambaConfig,
+    MoeConfig,
+)
+from stepmark.workloads.formats.huggingface.common import (
+    Fields,
+    all_biases,
+    attention_bias,
+    decoder,
+    deepseek_routing,
+    every,
+    gated,
+    multipliers,
+    read_activation,
+    read_mamba,
+    read_types,
+)
+from stepmark.workloads.formats.huggingface.experts import qwen_experts, shared_gated
+from stepmark.workloads.formats.huggingface.keys import Keys, cycle
+
+
+def _delta(keys: Keys, fields: Fields, value_heads: int) -> Fields:
+    """Return attention with a gate in every n-th layer, and Gated DeltaNet in the others."""
+    count = fields["num_layers"]
+    step = keys.size("full_attention_interval", default=4)
+    types = read_types(keys, count)
+    is_full = [not every(step)(index) for index in range(count)]
+    if types is not None:
+        is_full = [kind == "full_attention" for kind in types]
+    layers = [Layer(mixer="attention" if full else "delta", has_rope=full) for full in is_full]
+    delta = DeltaConfig(
+        num_key_heads=keys.size("linear_num_key_heads", default=16),
+        num_value_heads=keys.size("linear_num_value_heads", default=value_heads),
+        key_dim=keys.size("linear_key_head_dim", default=128),
+        value_dim=keys.size("linear_value_head_dim", default=128),
+        conv_width=keys.size("linear_conv_kernel_dim", default=4),
+    )
+    gate = "element" if keys.flag("attn_output_gate", True) else ""
+    return (
+        fields
+        | attention_bias(keys)
+        | {"qk_norm": True, "gate": gate, "delta": delta, "pattern": cycle(layers)}
+    )
+
+
+def qwen3_next(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=2, head_dim=256, rotary=0.25, ffn=5632)
+    fields = _delta(keys, fields, 32)
+    defaults = {"experts": 512, "top_k": 10, "width": 512}
+    return qwen_experts(keys, fields, defaults, **shared_gated(keys, 512))
+
+
+def qwen3_5(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=4, head_dim=256, rotary=0.25)
+    return _delta(keys, fields, 32)
+
+
+def qwen3_5_moe(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=2, head_dim=256, rotary=0.25, ffn=None)
+    fields = _delta(keys, fields, 32) | {"ffn_hidden_size": 0}
+    defaults = {"experts": 256, "top_k": 8, "width": 512}
+    return qwen_experts(keys, fields, defaults, **shared_gated(keys, 512))
+
+
+def granitemoehybrid(keys: Keys) -> Fields:
+    fields = gated(keys, ffn=None) | attention_bias(keys) | multipliers(keys)
+    count = fields["num_layers"]
+    positions = keys.raw.get("position_embedding_type")
+    keys.read.add("position_embedding_type")
+    types = read_types(keys, count, "layers_block_type") or ["mamba"] * count
+    is_mamba = [kind in ("mamba", "linear_attention") for kind in types]
+    layers = [
+        Layer(mixer="mamba" if mamba else "attention", has_rope=positions == "rope")
+        for mamba in is_mamba
+    ]
+    width = keys.size("shared_intermediate_size", default=1024)
+    experts = keys.count("num_local_experts", default=8)
+    inner = keys.size("mamba_expand", default=2) * fields["hidden_size"]
+    more: Fields = {"pattern": cycle(layers), "mamba": read_mamba(keys, inner, has_norm=True)}
+    if not experts:
+        return fields | more | {"ffn_hidden_size": width}
+    moe = MoeConfig(
+        num_experts=experts,
+        top_k=keys.size("num_experts_per_tok", default=2),
+        ffn_hidden_size=keys.size("intermediate_size"),
+        num_shared_experts=1,
+        shared_ffn_hidden_size=width,
+    )
+    return fields | more | {"moe": moe, "ffn_hidden_size": 0}
+
+
+def bamba(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=8, rotary=0.5) | all_biases(keys)
+    listed = keys.items("attn_layer_indices") or []
+    layers = [
+        Layer(mixer="attention" if index in listed else "mamba")
+        for index in range(fields["num_layers"])
+    ]
+    inner = keys.size("mamba_expand", default=2) * fields["hidden_size"]
+    mamba = read_mamba(keys, inner, has_norm=True)
+    return fields | {"pattern": cycle(layers), "mamba": mamba}
+
+
+def falcon_h1(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=8) | all_biases(keys)
+    size = keys.size("mamba_d_ssm", default=1024)
+    inner = size or keys.size("mamba_expand", default=2) * fields["hidden_size"]
+    has_norm = keys.flag("mamba_rms_norm")
+    mamba = read_mamba(keys, inner, has_norm=has_norm)
+    if keys.flag("projectors_bias"):
+        raise keys.error("projectors_bias", "false")
+    return fields | {
+        "pattern": (Layer(mixer="attention+mamba"),),
+        "mamba": mamba,
+        "embedding_multiplier": keys.number("embedding_multiplier", default=1),
+        "logit_multiplier": keys.number("lm_head_multiplier", default=1),
+    }
+
+
+_NEMOTRON = {
+    "M": Layer(mixer="mamba", ffn=""),
+    "*": Layer(ffn="", has_rope=False),
+    "-": Layer(mixer="", ffn="dense"),
+    "E": Layer(mixer="", ffn="experts"),
+}
+_NEMOTRON_NAMES = {
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+
+
+def nemotron_h(keys: Keys) -> Fields:
+    listed = keys.items("layers_block_type", "layer_types")
+    pattern = keys.text("hybrid_override_pattern", default="")
+    letters = pattern or [_NEMOTRON_NAMES.get(str(kind), "?") for kind in listed or ()]
+    for letter in letters:
+        if letter not in _NEMOTRON:
+            key = "hybrid_override_pattern" if pattern else "layers_block_type"
+            raise keys.error(key, "of M (Mamba-2), * (attention), - (MLP), E (experts)")
+    if not letters:
+        raise keys.error("hybrid_override_pattern", "given, or layers_block_type")
+    keys = replace(keys, raw={**keys.raw, "num_hidden_layers": len(letters)})
+    fields = decoder(keys, kv_heads=8, head_dim=128, ffn=21504)
+    mamba = MambaConfig(
+        num_heads=keys.size("mamba_num_heads", default=128),
+        head_dim=keys.size("mamba_head_dim", default=64),
+        num_groups=keys.size("n_groups", "mamba_n_groups", default=8),
+        state_dim=keys.size("ssm_state_size", default=128),
+        conv_width=keys.size("conv_kernel", "mamba_d_conv", default=4),
+        chunk=keys.size("chunk_size", "mamba_chunk_size", default=128),
+        conv_bias=keys.flag("use_conv_bias", True),
+        has_bias=keys.flag("use_bias"),
+    )
+    more: Fields = {
+        "activation": read_activation(keys, "mlp_hidden_act", gated=False, default="relu2"),
+        "mamba": mamba,
+        "pattern": cycle(_NEMOTRON[letter] for letter in letters),
+        "biases": ("mlp",) if keys.flag("mlp_bias") else (),
+    }
+    if "E" in letters:
+        shared = keys.count("n_shared_experts", default=1)
+        width = keys.size("moe_shared_expert_intermediate_size", default=7688)
+        more["moe"] = MoeConfig(
+            num_experts=keys.size("n_routed_experts", "num_local_experts", default=8),
+            top_k=keys.size("num_experts_per_tok", default=2),
+            ffn_hidden_size=keys.size("moe_intermediate_size", default=7688),
+            num_shared_experts=shared,
+            shared_ffn_hidden_size=width if shared else 0,
+            latent_size=keys.size("moe_latent_size", default=None) or 0,
+            **deepseek_routing(keys, sigmoid=True),
+        )
+    keys.flag("attention_bias")
+    return fields | more
+
+
+def minimax(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=8)
+    count = fields["num_layers"]
+    types = read_types(keys, count) or [
+        "full_attention" if index % 2 else "linear_attention" for index in range(count)
+    ]
+    numbers = keys.items("attn_type_list")
+    is_full = [kind == "full_attention" for kind in types]
+    if numbers is not None and not keys.has("layer_types"):
+        if len(numbers) != count:
+            raise keys.error("attn_type_list", f"as many as num_hidden_layers ({count})")
+        is_full = [value == 1 for value in numbers]
+    layers = [
+        Layer(mixer="attention" if full else "lightning", has_rope=full) for full in is_full
+    ]
+    moe = MoeConfig(
+        num_experts=keys.size("num_local_experts", default=8),
+        top_k=keys.size("num_experts_per_tok", default=2),
+        ffn_hidden_size=fields["ffn_hidden_size"],
+    )
+    return fields | {"moe": moe, "ffn_hidden_size": 0, "pattern": cycle(layers)}

@@ -1,0 +1,170 @@
+"""Families of the years before Llama, most with learned positions or parallel layers.
+
+Source: configuration_*.py and modeling_*.py of transformers 5.23.
+"""
+
+from stepmark.model.layers import (
+    Layer,
+)
+from stepmark.workloads.formats.huggingface.common import (
+    DEFAULT_SEQ_LEN,
+    Fields,
+    decoder,
+    read_activation,
+)
+from stepmark.workloads.formats.huggingface.keys import Keys
+
+
+def gpt2(keys: Keys) -> Fields:
+    hidden = keys.size("n_embd", "hidden_size")
+    heads = keys.size("n_head", "num_attention_heads")
+    if hidden % heads:
+        raise keys.error("n_embd", f"a multiple of n_head={heads}")
+    if keys.flag("add_cross_attention"):
+        raise keys.error("add_cross_attention", "false: a decoder only")
+    positions = keys.size("n_positions", "max_position_embeddings")
+    return {
+        "hidden_size": hidden,
+        "num_layers": keys.size("n_layer", "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "ffn_hidden_size": keys.size("n_inner", default=None) or 4 * hidden,
+        "vocab_size": keys.size("vocab_size"),
+        "seq_len": min(positions, DEFAULT_SEQ_LEN),
+        "max_positions": positions,
+        "activation": read_activation(
+            keys, "activation_function", gated=False, default="gelu_new"
+        ),
+        "norm": "layernorm",
+        "tied_embeddings": keys.flag("tie_word_embeddings", True),
+        "linear_bias": True,
+    }
+
+
+def gpt_bigcode(keys: Keys) -> Fields:
+    fields = gpt2(keys)
+    return fields | {
+        "num_kv_heads": 1 if keys.flag("multi_query", True) else fields["num_heads"]
+    }
+
+
+def gptj(keys: Keys) -> Fields:
+    fields = gpt2(keys)
+    width = keys.size("rotary_dim", default=64) or 0
+    return fields | {
+        "max_positions": 0,
+        "tied_embeddings": keys.flag("tie_word_embeddings"),
+        "linear_bias": False,
+        "biases": ("mlp", "head"),
+        "norm_placement": "shared",
+        "is_parallel": True,
+        "rotary_dim": width if width < fields["head_dim"] else 0,
+    }
+
+
+def gpt_neox(keys: Keys) -> Fields:
+    is_parallel = keys.flag("use_parallel_residual", True)
+    has_bias = keys.flag("attention_bias", True)
+    return decoder(keys, rotary=0.25) | {
+        "activation": read_activation(keys, gated=False, default="gelu"),
+        "norm": "layernorm",
+        "is_parallel": is_parallel,
+        "linear_bias": has_bias,
+        "biases": () if has_bias else ("mlp",),
+    }
+
+
+def opt(keys: Keys) -> Fields:
+    hidden = keys.size("hidden_size")
+    heads = keys.size("num_attention_heads")
+    if keys.size("word_embed_proj_dim", default=None) not in (None, hidden):
+        raise keys.error("word_embed_proj_dim", f"hidden_size ({hidden})")
+    if not keys.flag("do_layer_norm_before", True):
+        raise keys.error("do_layer_norm_before", "true")
+    if hidden % heads:
+        raise keys.error("hidden_size", f"a multiple of num_attention_heads={heads}")
+    positions = keys.size("max_position_embeddings", default=2048)
+    has_weight = keys.flag("layer_norm_elementwise_affine", True)
+    return {
+        "hidden_size": hidden,
+        "num_layers": keys.size("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "ffn_hidden_size": keys.size("ffn_dim", default=3072),
+        "vocab_size": keys.size("vocab_size"),
+        "seq_len": min(positions, DEFAULT_SEQ_LEN),
+        "max_positions": positions + 2,  # OPTLearnedPositionalEmbedding's offset
+        "activation": read_activation(keys, "activation_function", gated=False, default="relu"),
+        "norm": "layernorm" if has_weight else "layernorm_no_weight",
+        "tied_embeddings": keys.flag("tie_word_embeddings", True),
+        "linear_bias": keys.flag("enable_bias", True),
+    }
+
+
+def bloom(keys: Keys) -> Fields:
+    hidden = keys.size("hidden_size", "n_embed")
+    heads = keys.size("n_head", "num_attention_heads")
+    if hidden % heads:
+        raise keys.error("hidden_size", f"a multiple of n_head={heads}")
+    return {
+        "hidden_size": hidden,
+        "num_layers": keys.size("n_layer", "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "ffn_hidden_size": 4 * hidden,
+        "vocab_size": keys.size("vocab_size"),
+        "seq_len": min(keys.size("seq_length", default=2048), DEFAULT_SEQ_LEN),
+        "activation": "gelu",
+        "norm": "layernorm",
+        "tied_embeddings": keys.flag("tie_word_embeddings", True),
+        "linear_bias": True,
+        "embedding_norm": True,
+        "pattern": (Layer(has_rope=False),),
+    }
+
+
+def falcon(keys: Keys) -> Fields:
+    hidden = keys.size("hidden_size", "n_embed")
+    heads = keys.size("num_attention_heads", "n_head")
+    is_new = keys.flag("new_decoder_architecture")
+    is_multi_query = keys.flag("multi_query", True)
+    given = keys.size("num_kv_heads", "n_head_kv", default=None) or heads
+    kv_heads = given if is_new else 1 if is_multi_query else heads
+    is_parallel = keys.flag("parallel_attn", True) or is_new
+    num_norms = keys.size("num_ln_in_parallel_attn", default=None)
+    num_norms = num_norms or (2 if is_new else 1)
+    if hidden % heads:
+        raise keys.error("hidden_size", f"a multiple of num_attention_heads={heads}")
+    return {
+        "hidden_size": hidden,
+        "num_layers": keys.size("num_hidden_layers", "n_layer"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "ffn_hidden_size": keys.size("ffn_hidden_size", default=None) or 4 * hidden,
+        "vocab_size": keys.size("vocab_size"),
+        "seq_len": min(keys.size("max_position_embeddings", default=2048), DEFAULT_SEQ_LEN),
+        "tied_embeddings": keys.flag("tie_word_embeddings", True),
+        "activation": read_activation(keys, "activation", gated=False, default="gelu"),
+        "norm": "layernorm",
+        "norm_placement": "shared" if is_parallel and num_norms == 1 else "pre",
+        "is_parallel": is_parallel,
+        "linear_bias": keys.flag("bias"),
+        "pattern": (Layer(has_rope=not keys.flag("alibi")),),
+    }
+
+
+def phi(keys: Keys) -> Fields:
+    if keys.flag("qk_layernorm"):
+        raise keys.error("qk_layernorm", "false")
+    return decoder(keys, rotary=0.5) | {
+        "activation": read_activation(keys, gated=False, default="gelu_new"),
+        "norm": "layernorm",
+        "norm_placement": "shared",
+        "is_parallel": True,
+        "linear_bias": True,
+        "biases": ("head",),
+    }
