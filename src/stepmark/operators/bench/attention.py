@@ -12,7 +12,6 @@ This is part of the timed call.
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
