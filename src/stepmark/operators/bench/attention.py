@@ -349,9 +349,9 @@ def _varlen(op: Attention, device: torch.device) -> Forward:
 def _unsupported(name: str, op: Attention, capabilities: Capabilities) -> str | None:
     if reason := backends.attention(name, op, capabilities):
         return reason
-    has_softcap = "softcap" in _arguments("flash_attn", "flash_attn_func")
-    if name == "flash-attn" and op.softcap and not has_softcap:
-        return "this flash-attn has no softcap; release 2.6.2 has it"
+    if name == "flash-attn" and op.softcap:
+        allowed = _arguments("flash_attn", "flash_attn_func")
+        return None if "softcap" in allowed else "this flash-attn lacks softcap; 2.6.2 has it"
     if name == "varlen":
         allowed = _arguments(_VARLEN, "varlen_attn")
         if not allowed:
