@@ -67,6 +67,7 @@ OTHER = {
     "out_dtype": "fp32",
     "layout": "tn",
     "causal": False,
+    "sinks": True,
     "heads": 8,
     "kv_heads": 1,
     "head_dim": 16,

@@ -67,6 +67,16 @@ def test_the_error_is_relative_to_the_element_or_to_the_tensor() -> None:
     assert check.num_wrong == 1
 
 
+def test_a_sum_that_cancels_may_be_compared_with_its_terms() -> None:
+    ref = torch.tensor([0.01])
+    out = torch.tensor([0.012])
+    assert compare(out, ref, 0.01, "by hand").num_wrong == 1
+    check = compare(out, ref, 0.01, "by hand", least_scale=torch.tensor([0.5]))
+    assert check.max_rel_err == pytest.approx(0.002 / 0.5)
+    assert compare(out * 2, ref, 0.01, "by hand", least_scale=0.5).num_wrong == 1
+    assert compare(out, ref * 100, 0.01, "by hand", least_scale=0.5).max_rel_err > 0.98
+
+
 @pytest.mark.parametrize("dtype", list(ROUNDED))
 def test_one_rounding_is_within_its_unit_and_the_tolerance(dtype: DType) -> None:
     exact = torch.rand(10_000, dtype=torch.float64) + 1

@@ -62,6 +62,9 @@ OPTIONS: list[Op] = [
     replace(_ATTENTION, window=7, dtype=DType.FP16),
     replace(_ATTENTION, batch=1, varlen=(30, 33, 1), phase=Phase.BWD),
     replace(_ATTENTION, batch=1, varlen=(64,), head_dim_qk=24),
+    replace(_ATTENTION, window=7, sinks=True),
+    replace(_ATTENTION, softcap=50, phase=Phase.BWD),
+    replace(_ATTENTION, causal=False, sinks=True, softcap=0.37),
     *(
         Mlp(layers=1, input=4, hidden=5, output=6, batch=7, phase=phase, optimizer=optimizer)
         for phase in (Phase.FWD, Phase.BWD, Phase.STEP)

@@ -202,6 +202,53 @@ def test_packed_sequences_add_up(lengths: list[int], causal: bool) -> None:
     assert packed.flops <= replace(packed, varlen=()).flops
 
 
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    window=st.integers(0, 45),
+    causal=st.booleans(),
+)
+def test_pairs_are_those_that_a_mask_leaves(
+    lengths: list[int], window: int, causal: bool
+) -> None:
+    """Counted one by one, without half of the diagonal that the causal half leaves out."""
+    window *= causal
+    total = sum(lengths)
+    op = replace(
+        ATTENTION,
+        batch=1,
+        seq_q=total,
+        seq_kv=total,
+        varlen=tuple(lengths),
+        causal=causal,
+        window=window,
+    )
+    sequence = [number for number, length in enumerate(lengths) for _ in range(length)]
+    counted = 0
+    for query in range(total):
+        for key in range(total):
+            is_seen = sequence[query] == sequence[key]
+            is_seen &= not causal or key <= query
+            is_seen &= not window or query - window < key
+            counted += is_seen
+    if causal:
+        for length in lengths:
+            width = min(window or length, length)
+            # Half a pair of an odd number is rounded so that a window counts more.
+            counted -= (width + (width == length)) // 2
+    assert op.pairs == counted
+    assert op.flops == 4 * op.pairs * 4 * 16
+
+
+def test_sinks_and_softcap_are_no_products_and_no_traffic() -> None:
+    for phase in (Phase.FWD, Phase.BWD):
+        plain = replace(ATTENTION, phase=phase)
+        op = replace(plain, sinks=True, softcap=30)
+        for name in ("flops", "executed_flops", "bytes_moved", "memory_bytes"):
+            assert getattr(op, name) == getattr(plain, name)
+        assert op.shape_text == f"{plain.shape_text} sinks softcap 30"
+    assert replace(ATTENTION, softcap=0.5).shape_text.endswith("causal softcap 0.5")
+
+
 def test_gqa_changes_bytes_and_not_flops() -> None:
     found = [replace(ATTENTION, kv_heads=heads) for heads in (1, 2, 4)]
     assert len({op.flops for op in found}) == 1
@@ -407,6 +454,9 @@ def test_plain_values_become_their_types() -> None:
         ({"varlen": (64, True), "batch": 1, "seq_q": 65, "seq_kv": 65}, "varlen"),
         ({"phase": Phase.DGRAD}, "phase"),
         ({"causal": 1}, "causal"),
+        ({"sinks": 1}, "sinks"),
+        ({"softcap": True}, "softcap"),
+        ({"softcap": -30.0}, "softcap"),
     ],
 )
 def test_attention_that_cannot_be(changes: dict[str, Any], field: str) -> None:

@@ -31,7 +31,7 @@ from stepmark.model.ops import (
     Scaling,
 )
 from stepmark.model.ops.backends import BACKENDS, Capabilities
-from stepmark.operators.bench import IMPLS, attention, elementwise, recommender
+from stepmark.operators.bench import IMPLS, elementwise, recommender
 from stepmark.operators.bench.call import normal
 
 CPU = torch.device("cpu")
@@ -94,6 +94,9 @@ def small_ops(dtype: DType) -> list[Op]:
             attend(dtype=dtype, phase=phase, window=20),
             attend(dtype=dtype, phase=phase, varlen=(100, 50), batch=1),
             attend(dtype=dtype, phase=phase, head_dim_v=24),
+            attend(dtype=dtype, phase=phase, sinks=True, kv_heads=2),
+            attend(dtype=dtype, phase=phase, softcap=0.5, window=20),
+            attend(dtype=dtype, phase=phase, softcap=2, sinks=True, kv_heads=1, causal=False),
             Rope(batch=2, seq=16, heads=4, kv_heads=2, head_dim=8, phase=phase, dtype=dtype),
         ]
         for kind in ("rmsnorm", "layernorm"):
@@ -306,48 +309,21 @@ def test_what_cannot_run_has_a_reason_and_nothing_was_tried() -> None:
         attention_impls["flash-attn"].unsupported(attend(), HOPPER),
         attention_impls["flex"].unsupported(attend(), NO_COMPILER),
         attention_impls["flash"].unsupported(attend(), VOLTA),
+        attention_impls["flash"].unsupported(attend(softcap=50), HOPPER),
+        attention_impls["cudnn"].unsupported(attend(sinks=True), HOPPER),
+        attention_impls["efficient"].unsupported(attend(sinks=True), HOPPER),
+        attention_impls["flash-attn"].unsupported(attend(sinks=True), HOPPER),
+        attention_impls["varlen"].unsupported(attend(softcap=50), HOPPER),
+        attention_impls["varlen"].unsupported(attend(head_dim_qk=20, head_dim_v=20), HOPPER),
+        attention_impls["flash"].unsupported(
+            attend(sinks=True, head_dim_qk=20, head_dim_v=20), HOPPER
+        ),
     ]
     assert all(isinstance(reason, str) and len(reason) > 10 for reason in reasons), reasons
     assert gemm.unsupported(Gemm(m=16, n=16, k=16, dtype=DType.FP8_E4M3), HOPPER) is None
     assert gemm.unsupported(Gemm(m=16, n=16, k=16, out_dtype=DType.FP32), HOPPER) is None
     mla = attend(head_dim_qk=192, head_dim_v=128)
     assert attention_impls["cudnn"].unsupported(mla, HOPPER) is None
-
-
-def test_varlen_equals_separate_sequences() -> None:
-    q, k, v = (normal(1, 150, 4, 16, dtype=DType.FP32, device=CPU) for _ in range(3))
-    packed = attend(batch=1, varlen=(100, 50))
-    build = attention.BACKENDS["math"].make.keywords["build"]  # type: ignore[attr-defined]
-    together = build(packed, CPU)(q, k, v)
-    start = 0
-    for length in packed.varlen:
-        part = slice(start, start + length)
-        alone = attend(batch=1, seq_q=length, seq_kv=length)
-        o = build(alone, CPU)(q[:, part], k[:, part], v[:, part])
-        torch.testing.assert_close(together[:, part], o)
-        start += length
-
-
-def test_a_window_hides_all_but_the_last_keys() -> None:
-    positions = torch.arange(150)
-    sees = attention.visible(attend(window=20), CPU)(positions[:, None], positions[None])
-    assert sees.sum(1).tolist() == [min(row + 1, 20) for row in range(150)]
-    assert int(sees.sum()) == pytest.approx(attend(window=20).pairs / 2, rel=0.01)
-
-
-def test_the_attention_reference_agrees_with_autograd() -> None:
-    op = attend(batch=1, heads=2, kv_heads=1, dtype=DType.FP64, window=30)
-    q, k, v = (
-        torch.randn(150, heads, 16, dtype=torch.float64, requires_grad=True)
-        for heads in (2, 1, 1)
-    )
-    do = torch.randn(150, 2, 16, dtype=torch.float64)
-    o = torch.cat([part for _, part in attention.reference_fwd(op, q, k, v)])
-    wanted = torch.autograd.grad(o, (q, k, v), do)
-    with torch.no_grad():
-        found = attention.reference_bwd(op, q, k, v, do)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_rope_keeps_lengths_and_sees_only_distances() -> None:
@@ -396,7 +372,14 @@ def gpu_ops() -> list[Op]:
         attend(**heads, kv_heads=kv_heads, head_dim_qk=qk, head_dim_v=v, phase=phase, **rest)
         for kv_heads, qk, v in ((8, 128, 128), (2, 128, 128), (8, 192, 128))
         for phase in (FWD, BWD)
-        for rest in ({}, {"window": 100}, {"varlen": (400, 112), "batch": 1})
+        for rest in (
+            {},
+            {"window": 100},
+            {"varlen": (400, 112), "batch": 1},
+            {"sinks": True},
+            {"sinks": True, "window": 100},
+            {"softcap": 1, "window": 100},
+        )
     ]
     return [
         *half,
@@ -448,6 +431,15 @@ def test_results_match_the_reference_on_a_gpu(op: Op) -> None:
         ("cross-entropy", "compile", CrossEntropy(tokens=256, vocab=1000, phase=BWD)),
         ("attention", "flex", attend(head_dim_qk=64, head_dim_v=64, kv_heads=2, phase=BWD)),
         ("attention", "flex", attend(head_dim_qk=64, head_dim_v=64, varlen=(100, 50), batch=1)),
+        *(
+            (
+                "attention",
+                "flex",
+                attend(head_dim_qk=64, head_dim_v=64, kv_heads=2, phase=phase, **changes),
+            )
+            for phase in (FWD, BWD)
+            for changes in ({"sinks": True, "window": 20}, {"softcap": 1})
+        ),
     ],
 )
 def test_compiled_results_match_on_a_gpu(family: str, backend: str, op: Op) -> None:

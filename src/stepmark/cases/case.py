@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from stepmark.cases.fields import Role, field_of, fields_of, identity
+from stepmark.cases.fields import Role, field_of, identity
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import FAMILY_OF, Op, Phase
+from stepmark.model.ops.fields import identity_fields
 
 # A sustained rate needs this much work of its own kernel before the first sample.
 SOAK_S = 2.0
@@ -54,7 +55,7 @@ class Label:
 
 def identity_hash(identity: object) -> str:
     """Return the SHA-256 of the canonical JSON of an identity."""
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), default=fields_of)
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), default=identity_fields)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

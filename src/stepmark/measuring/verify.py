@@ -90,12 +90,23 @@ def _tensors(values: object) -> Iterable[Tensor]:
     return (value for value in values if isinstance(value, Tensor))
 
 
-def compare(out: Tensor, ref: Tensor, tolerance: float, reference_name: str) -> Check:
-    """Check all elements of `out`. One that is not finite is wrong, with an infinite error."""
+def compare(
+    out: Tensor,
+    ref: Tensor,
+    tolerance: float,
+    reference_name: str,
+    *,
+    least_scale: Tensor | float = 0.0,
+) -> Check:
+    """Check all elements of `out`. One that is not finite is wrong, with an infinite error.
+
+    least_scale: of an error; the root of the sum of squares where few sums cancel.
+    """
     assert out.shape == ref.shape, (out.shape, ref.shape)
     out64 = out.detach().double()
     ref64 = ref.detach().double()
     scale = ref64.abs().clamp_min(ref64.square().mean().sqrt())
+    scale = scale.maximum(torch.as_tensor(least_scale, dtype=torch.float64).to(scale.device))
     error = (out64 - ref64).abs()
     relative = torch.where(error == 0, 0.0, error / scale)
     relative = torch.where(out64.isfinite() & ref64.isfinite(), relative, math.inf)

@@ -14,8 +14,11 @@ class Attention(Operator):
     q [batch, seq_q, heads, head_dim_qk], k [batch, seq_kv, kv_heads, head_dim_qk],
     v [batch, seq_kv, kv_heads, head_dim_v]. `varlen` packs sequences of these lengths into
     one row (batch 1, seq_q = seq_kv = their sum) that do not attend to each other. `window`
-    w > 0: a query attends to its own key and the w - 1 keys before it. Bytes and memory are of
-    a fused kernel; the math backend adds its score matrix.
+    w > 0: a query attends to its own key and the w - 1 keys before it. `sinks`: the exponential
+    of a learned logit per query head is added to each softmax's denominator (arXiv:2309.17453;
+    gpt-oss). `softcap` c > 0: scores become c tanh(scores / c) before the mask (Gemma 2,
+    arXiv:2408.00118). Neither counts as FLOPs or bytes: they are no products, and a logit per
+    head. Bytes and memory are of a fused kernel; the math backend adds its score matrix.
     """
 
     batch: int = count("sequences")
@@ -28,6 +31,16 @@ class Attention(Operator):
     causal: bool = choice("mask the future", default=True)
     window: int = count("sliding window in keys; 0 = none", low=0, default=0)
     varlen: tuple[int, ...] = count("packed sequence lengths, e.g. 1024+512", default=())
+    sinks: bool = choice(
+        "a learned logit per head in the denominators", default=False, formerly=False
+    )
+    softcap: float = count(
+        "scores are softcap * tanh(scores / softcap); 0 = none",
+        low=0,
+        high=10**6,
+        default=0.0,
+        formerly=0.0,
+    )
     dtype: DType = choice("element type", default=DType.BF16, allowed=MULTIPLIED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd", "bwd"))
 
@@ -53,9 +66,11 @@ class Attention(Operator):
 
     @property
     def pairs(self) -> int:
-        """Return the query-key pairs of one head over the batch. A causal mask counts half.
+        """Return the query-key pairs of one head over the batch, as a mask leaves them.
 
-        Source of the half: flash-attention, benchmarks/benchmark_flash_attention.py.
+        Of a causal mask this is half of the square, without half of the diagonal (source:
+        flash-attention, benchmarks/benchmark_flash_attention.py); of a window, too, without
+        half of the diagonal of the first queries, whose windows begin before the sequence.
         """
         lengths = self.varlen or (self.seq_q,) * self.batch
         if not self.causal:
@@ -71,6 +86,8 @@ class Attention(Operator):
             "causal" if self.causal else "",
             f"window {self.window}" if self.window else "",
             f"packed {len(self.varlen)}" if self.varlen else "",
+            "sinks" if self.sinks else "",
+            f"softcap {self.softcap:g}" if self.softcap else "",
         )
         return " ".join(filter(None, words))
 

@@ -175,13 +175,28 @@ def _no_attention_type(name: str, op: Attention, capabilities: Capabilities) -> 
 def _no_attention_shape(name: str, op: Attention, capabilities: Capabilities) -> str | None:
     if name in ("flash", "cudnn", "efficient") and (op.window or op.varlen):
         return f"scaled_dot_product_attention masks no window or varlen in its {name} kernel"
+    if op.softcap and name not in ("math", "flex", "flash-attn"):
+        return f"{name} attention has no softcap; math, flex and flash-attn have it"
+    if op.sinks and name not in ("math", "flex", "flash", "varlen"):
+        return f"{name} attention has no sinks; math, flex, flash and varlen have them"
     if name == "efficient" and op.heads != op.kv_heads:
         return "the efficient kernel has no grouped heads"
     if name in ("flash", "flash-attn", "varlen"):
-        if op.head_dim_qk != op.head_dim_v:
-            return f"{name} attention needs equal head widths"
-        if op.head_dim_qk > 256 and capabilities.device_type != "cpu":
-            return f"{name} attention has heads of at most 256"
+        return _no_flash_heads(name, op, capabilities)
+    return None
+
+
+def _no_flash_heads(name: str, op: Attention, capabilities: Capabilities) -> str | None:
+    if op.head_dim_qk != op.head_dim_v:
+        return f"{name} attention needs equal head widths"
+    if capabilities.device_type == "cpu":
+        return None
+    if op.head_dim_qk > 256:
+        return f"{name} attention has heads of at most 256"
+    # scaled_dot_product_attention pads heads, and so does the flash-attn package.
+    if op.head_dim_qk % 8 and (name == "varlen" or op.sinks):
+        with_sinks = " with sinks" if op.sinks else ""
+        return f"{name} attention{with_sinks} has heads of multiples of 8"
     return None
 
 

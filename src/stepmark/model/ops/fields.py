@@ -57,18 +57,37 @@ class Operator:
         return self.bytes_moved
 
 
+# formerly: what operators had before the field was added, whose identities stay; ...: nothing.
+
+
 def count(
-    meaning: str, *, low: int = 1, high: int = MAX_DIM, default: Any = dataclasses.MISSING
+    meaning: str,
+    *,
+    low: int = 1,
+    high: int = MAX_DIM,
+    default: Any = dataclasses.MISSING,
+    formerly: Any = ...,
 ) -> Any:
-    """Declare a field that holds a whole number from low to high."""
-    return dataclasses.field(
-        default=default, metadata={"help": meaning, "low": low, "high": high}
-    )
+    """Declare a field that holds a number from low to high; a whole one in a field of int."""
+    metadata = {"help": meaning, "low": low, "high": high, "formerly": formerly}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def choice(meaning: str, *, default: Any, allowed: tuple[str, ...] = ()) -> Any:
+def choice(
+    meaning: str, *, default: Any, allowed: tuple[str, ...] = (), formerly: Any = ...
+) -> Any:
     """Declare a field that holds a member of an enum, or one of `allowed`."""
-    return dataclasses.field(default=default, metadata={"help": meaning, "allowed": allowed})
+    metadata = {"help": meaning, "allowed": allowed, "formerly": formerly}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def identity_fields(value: Any) -> dict[str, object]:
+    """Return the fields of a dataclass but those that still have what they had formerly."""
+    return {
+        field.name: item
+        for field in dataclasses.fields(value)
+        if (item := getattr(value, field.name)) != field.metadata.get("formerly", ...)
+    }
 
 
 def validate(op: Any) -> None:
