@@ -168,7 +168,20 @@ class ModelConfig:
                 (name, getattr(self, name), not (mla and getattr(self, name)), "false with mla")
                 for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks")
             ),
+            (
+                "biases",
+                "head",
+                not (self.tied_embeddings and "head" in self.biases),
+                "left out where the head is the embedding",
+            ),
             ("moe", None, moe is not None or not self.num_moe_layers, "given with experts"),
+            (
+                "mla.indexer",
+                "given",
+                not (mla and mla.indexer)
+                or not any(layer.window or layer.chunk for layer in self.pattern),
+                "left out with windows or chunks",
+            ),
             ("delta", None, self.delta is not None or "delta" not in scans, "given"),
             ("mamba", None, self.mamba is not None or "mamba" not in scans, "given"),
             (
@@ -300,7 +313,7 @@ class ModelConfig:
             yield Linear("attention.out", hidden, delta.values, "in")
         elif layer.scan == "lightning":
             width = self.num_heads * self.head_dim
-            yield Linear("attention.qkv", 3 * width, hidden, "out")
+            yield Linear("attention.scan_in", 3 * width, hidden, "out")
             yield Linear("attention.gate", width, hidden, "out")
             yield Linear("attention.out", hidden, width, "in")
         if layer.has_attention:
@@ -376,16 +389,17 @@ class ModelConfig:
         Biases of linear layers are those of `linears`.
         """
         own = self.of_layer(layer)
+        has_norm = bool(layer.mixer) and self.norm_placement == "shared"
         return (
             *own._norm_vectors("attention_norm" if layer.mixer else ""),
             *own._scan_vectors(layer),
             *(own._attention_vectors() if layer.has_attention else ()),
-            *own._norm_vectors("ffn_norm" if layer.ffn else ""),
+            *own._norm_vectors("ffn_norm" if layer.ffn and not has_norm else ""),
             *(own._router_vectors() if layer.has_experts else ()),
         )
 
     def _norm_vectors(self, name: str) -> Iterator[Vector]:
-        if not name or (name == "ffn_norm" and self.norm_placement == "shared"):
+        if not name:
             return
         names = (name, f"{name}_after") if self.norm_placement == "both" else (name,)
         for each in names:

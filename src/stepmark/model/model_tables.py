@@ -6,7 +6,7 @@ Facts of named models lie in `data/models/*.toml`, one file each, with their sou
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,6 @@ from stepmark.model.layers import (
     MambaConfig,
     MlaConfig,
     MoeConfig,
-    check_int,
 )
 from stepmark.model.model import ModelConfig
 
@@ -67,7 +66,7 @@ def _load(path: Path) -> ModelConfig:
 def model_of_table(table: Mapping[str, Any]) -> ModelConfig:
     """Return the model of nested tables of fields. Raises ConfigError for wrong ones.
 
-    pattern: a list of layers, each with `times`, if it comes several times in a row.
+    pattern: a letter for each layer of the cycle; layer: what each letter stands for.
     """
     own = dict(table)
     for name in ("aliases", "unmodelled", "biases"):
@@ -76,7 +75,7 @@ def model_of_table(table: Mapping[str, Any]) -> ModelConfig:
         if name in own:
             own[name] = _part(kind, own[name], name)
     if "pattern" in own:
-        own["pattern"] = tuple(_layers(own["pattern"]))
+        own["pattern"] = _pattern(own["pattern"], own.pop("layer", None))
     model: ModelConfig = _made(ModelConfig, own, "")
     return model
 
@@ -100,17 +99,17 @@ def _part(kind: type[Any], table: object, name: str) -> Any:
     return _made(kind, own, f"{name}.")
 
 
-def _layers(layers: object) -> Iterator[Layer]:
-    if not isinstance(layers, list | tuple) or not layers:
-        raise ConfigError("pattern", ascii(layers), "a list of layers")
-    for index, layer in enumerate(layers):
-        where = f"pattern[{index}]"
-        if not isinstance(layer, dict):
-            raise ConfigError(where, ascii(layer), "a table of a layer's fields")
-        own = dict(layer)
-        times = own.pop("times", 1)
-        check_int(f"{where}.times", times, high=10_000)
-        yield from (_made(Layer, own, f"{where}."),) * times
+def _pattern(letters: object, layers: object) -> tuple[Layer, ...]:
+    """Return the layers that the letters of a pattern stand for."""
+    if not isinstance(letters, str) or not letters:
+        raise ConfigError("pattern", ascii(letters), "letters, each of a table layer.LETTER")
+    if not isinstance(layers, dict):
+        raise ConfigError("layer", ascii(layers), "a table of layers by letter")
+    known = {name: _part(Layer, own, f"layer.{name}") for name, own in layers.items()}
+    for letter in letters:
+        if letter not in known:
+            raise ConfigError("pattern", letters[:80], f"of letters {', '.join(known)}")
+    return tuple(known[letter] for letter in letters)
 
 
 def _made(kind: type[Any], table: Mapping[str, Any], prefix: str) -> Any:

@@ -71,6 +71,8 @@ def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
             for first, end, layer in model.layer_runs(layers.start, layers.stop)
         ]
     if layout.stage == pp - 1:
+        if model.num_mtp_layers:
+            units.append(replace(builder.mtp(), times=model.num_mtp_layers))
         units.append(builder.output())
     return Module(inside=tuple(units))
 
@@ -147,7 +149,7 @@ class TreeBuilder:
             )
             leaves.append(leaf)
         if model.embedding_multiplier != 1:
-            leaves.append(self._scaled("embedding.scale", self.tokens))
+            leaves.append(self._scaled("embedding.scale", self.own_tokens))
         if model.embedding_norm:
             leaves.append(self._residual_norm("embedding.norm", "embedding.norm"))
         return self._trained(Module(name="embedding", inside=tuple(leaves)))
@@ -170,6 +172,32 @@ class TreeBuilder:
             loss_module(loss, self.kernels),
         )
         return self._trained(Module(name="output", inside=tuple(map(_in_output, inside))))
+
+    def mtp(self) -> Module:
+        """Return a module of multi-token prediction, with the model's table and head.
+
+        DeepSeek-V3 (arXiv:2412.19437, section 2.2): the next token's embedding and the hidden
+        state, each normed, are joined and projected; then a layer, a norm, head and loss.
+        """
+        model = self.model
+        width = model.hidden_size
+        lookup = self.embedding().inside[0]
+        joined = memory_kernel(
+            "concatenate", 4 * self.own_tokens * width * self.inputs.plain_dtype.itemsize
+        )
+        projection = self.linear(model.mtp_projection, "mtp.projection")
+        norm, *rest = self.output().inside
+        inside = (
+            replace(lookup, name="embedding", params=(), is_module=False),
+            self._residual_norm("embedding_norm", "mtp.embedding_norm"),
+            self._residual_norm("hidden_norm", "mtp.hidden_norm"),
+            between("mtp.joined", (Phase.FWD, joined), (Phase.BWD, joined)),
+            replace(projection, keeps=SavedTensors(whole=2 * width)),
+            *self.block(model.mtp_layer).inside,
+            replace(norm, name="norm", params=self._residual_norm("norm", "").params),
+            *(replace(leaf, params=()) for leaf in rest),
+        )
+        return self._trained(Module(name="mtp.0", inside=inside))
 
     def _logit_kernels(self, numel: int) -> Iterator[Module]:
         """Yield what scales logits, or caps them: c tanh(x / c), three kernels."""
@@ -237,7 +265,7 @@ class TreeBuilder:
                 q_rows = linear.out - (len(names) - 1) * kv_rows
                 for name, rows in zip(names, (q_rows, kv_rows, kv_rows), strict=False):
                     yield replace(linear, name=f"attention.{name}", out=rows)
-            elif role == "gate" and together in fused:
+            elif linear.name.startswith("ffn.") and role == "gate" and together in fused:
                 gate = linear
             elif role == "up" and gate is not None:
                 yield replace(linear, name=f"{gate.name}_up", out=2 * linear.out)
@@ -404,6 +432,8 @@ class TreeBuilder:
             causal=cp == 1,
             window=window if window < seq_q else 0,
             varlen=varlen,
+            sinks=model.has_sinks,
+            softcap=model.softcap,
             dtype=inputs.plain_dtype,
         )
         if self.kernels.stores_scores:
@@ -416,6 +446,9 @@ class TreeBuilder:
             divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads
         )
         fused = replace(between("attention.core", *both(core)), keeps=keeps)
+        if model.has_sinks:
+            name = "attention.sinks"
+            fused = replace(fused, params=(Param(name=name, shape=(heads,), part=fused.role),))
         # Context parallelism exchanges keys and values in the layout that they have.
         if self.kernels.batch_first and cp == 1:
             fused = with_transposes(fused, core)

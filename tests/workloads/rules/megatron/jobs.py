@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from stepmark.cases.message import RECV
-from stepmark.model.layers import MlaConfig, MoeConfig
+from stepmark.model.layers import DeltaConfig, Layer, MambaConfig, MlaConfig, MoeConfig
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.model.parallel import ParallelConfig
@@ -64,6 +64,61 @@ LATENT = replace(
     ),
 )
 
+SLIDING = replace(
+    DENSE,
+    pattern=(Layer(window=16), Layer(window=16), Layer(has_rope=False)),
+    norm_placement="both",
+    activation="geglu",
+    qk_norm=True,
+    softcap=50.0,
+    logit_softcap=30.0,
+    embedding_multiplier=8.0,
+)
+SINKS = replace(
+    DENSE,
+    pattern=(Layer(window=16), Layer()),
+    attention_bias=True,
+    biases=("experts", "router"),
+    has_sinks=True,
+    moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=32),
+)
+HYBRID = replace(
+    DENSE,
+    activation="relu2",
+    pattern=(
+        Layer(mixer="mamba", ffn=""),
+        Layer(mixer="", ffn="experts"),
+        Layer(ffn="", has_rope=False),
+        Layer(mixer="", ffn="dense"),
+    ),
+    mamba=MambaConfig(num_heads=8, head_dim=8, num_groups=8, state_dim=8, chunk=32),
+    moe=MoeConfig(
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=32,
+        num_shared_experts=1,
+        shared_ffn_hidden_size=32,
+        latent_size=32,
+    ),
+)
+GATED = replace(
+    DENSE,
+    gate="element",
+    qk_norm=True,
+    rotary_dim=4,
+    pattern=(*(Layer(mixer="delta"),) * 3, Layer()),
+    delta=DeltaConfig(num_key_heads=8, num_value_heads=16, key_dim=8, value_dim=8),
+    moe=MoeConfig(
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=32,
+        num_shared_experts=1,
+        shared_ffn_hidden_size=32,
+        shared_gate=True,
+    ),
+)
+PATTERNS = (SLIDING, SINKS, HYBRID, GATED)
+
 
 def make(
     model: ModelConfig = DENSE, *, mbs: int = 2, microbatches: int = 2, **mesh: int
@@ -76,8 +131,10 @@ def make(
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[Job, Megatron]:
     """Any of the models over any mesh that fits, with any settings that Megatron-LM takes."""
-    model = draw(st.sampled_from((DENSE, BIASED, EXPERTS, LATENT)))
+    model = draw(st.sampled_from((DENSE, BIASED, EXPERTS, LATENT, *PATTERNS)))
     mesh = {axis: draw(st.sampled_from((1, 2))) for axis in ("cp", "dp_shard")}
+    if model in PATTERNS:
+        mesh["cp"] = 1  # of a window or a state
     mesh["tp"] = draw(st.sampled_from((1, 2, 4, 8)))  # 8: more than KV heads
     mesh["pp"] = draw(st.sampled_from((1, 2, 4)))
     chunks = draw(st.sampled_from((1, 2))) if mesh["pp"] > 1 else 1

@@ -154,7 +154,8 @@ def nemotron_h(keys: Keys) -> Fields:
     if not letters:
         raise keys.error("hybrid_override_pattern", "given, or layers_block_type")
     keys = replace(keys, raw={**keys.raw, "num_hidden_layers": len(letters)})
-    fields = decoder(keys, kv_heads=8, head_dim=128, ffn=21504)
+    head_dim = keys.size("attention_head_dim", default=128)
+    fields = decoder(keys, kv_heads=8, head_dim=head_dim, ffn=21504)
     mamba = MambaConfig(
         num_heads=keys.size("mamba_num_heads", default=128),
         head_dim=keys.size("mamba_head_dim", default=64),

@@ -91,12 +91,13 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
         num_experts = weight.shape[0]
         is_apart = plan.job.parallel.ep > 1
         for _ in range(num_experts):
-            yield Param(
-                module=leaf.role,
-                count=weight.numel // num_experts,
-                expert=is_apart,
-                is_narrow=is_narrow,
-            )
+            for param in leaf.params:
+                yield Param(
+                    module=leaf.role,
+                    count=param.numel // num_experts,
+                    expert=is_apart,
+                    is_narrow=is_narrow and param is weight,
+                )
     elif leaf.is_linear:
         for param in leaf.params:
             is_whole = param.is_partial and plan.sequence_parallel
@@ -111,7 +112,8 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
         # different heads.
         of_heads = leaf.role in ("attention.q_norm", "attention.k_norm")
         count = sum(param.numel for param in leaf.params)
-        yield Param(module=leaf.role, count=count, whole=of_heads or plan.sequence_parallel)
+        is_whole = weight.is_partial and (of_heads or plan.sequence_parallel)
+        yield Param(module=leaf.role, count=count, whole=is_whole)
 
 
 def chunk_params(
@@ -135,7 +137,7 @@ def chunk_params(
     for place, kind in enumerate(kinds):
         params += [replace(param, place=place) for param in of_layer[kind]]
     if chunk.has_head:
-        norm, head, _ = plan.tree.output().inside
+        norm, head, *_ = plan.tree.output().inside
         leaves = [norm, head] if shared or not model.tied_embeddings else [norm]
         for leaf in leaves:
             alone = shared and leaf is head

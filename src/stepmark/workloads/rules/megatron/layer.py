@@ -167,11 +167,12 @@ def embedding(plan: Plan) -> tuple[Step, ...]:
     With learned positions the sum is an all-reduce even under sequence parallelism, after which
     each rank keeps its part (language_model_embedding.py, reduce_scatter_embeddings).
     """
-    leaf = plan.tree.embedding().inside[0]
+    leaf, *rest = plan.tree.embedding().inside
     rows = plan.tokens * plan.model.hidden_size
     step = _summed(plan, leaf, rows, layer=None, scatters=not plan.model.max_positions)
     step = step if leaf.bwd else replace(step, bwd=())
-    return (step, *_embedding_dropout(plan)) if plan.kernels.dropout_of_rows else (step,)
+    steps = (step, *(of_leaf(each) for each in rest if each.work))
+    return (*steps, *_embedding_dropout(plan)) if plan.kernels.dropout_of_rows else steps
 
 
 def _embedding_dropout(plan: Plan) -> Iterator[Step]:
@@ -192,7 +193,7 @@ def head(plan: Plan) -> tuple[Step, ...]:
     The loss reduces over tp: maximum, logit of the target, sum of exponentials, each one fp32
     per token; cross_entropy_loss_fusion sends the latter two in one message.
     """
-    norm, logits, loss = plan.tree.output().inside
+    norm, logits, *scaled, loss = plan.tree.output().inside
     sums: list[Operation] = []
     sizes = [(1, RedOp.MAX), (1, RedOp.SUM), (1, RedOp.SUM)]
     if plan.settings.cross_entropy_loss_fusion:
@@ -211,6 +212,7 @@ def head(plan: Plan) -> tuple[Step, ...]:
     return (
         of_leaf(norm),
         column(plan, logits, plan.model.hidden_size),
+        *map(of_leaf, scaled),
         Step(module=loss.role, fwd=(*loss.fwd, *sums), bwd=loss.bwd),
     )
 

@@ -501,12 +501,13 @@ def _layout_refusals(plan: Plan) -> tuple[_Refusal, ...]:
             f"a divisor of the rows of keys and values ({kv_width})",
         ),
         (
-            model.attention_bias and not model.linear_bias,
+            model.attention_bias and "experts" not in model.biases,
             "attention_bias",
             True,
             "false: Megatron-LM has biases of q, k and v alone, or of all linear layers"
-            " (--linear-bias, without experts)",
+            " (--linear-bias, or with experts theirs, too)",
         ),
+        *_pattern_refusals(plan.model),
         (
             model.moe and parallel.tp > 1 and not settings.sequence_parallel,
             "sequence_parallel",
@@ -532,6 +533,28 @@ def _layout_refusals(plan: Plan) -> tuple[_Refusal, ...]:
             f"a divisor of the experts' width ({width})",
         ),
         *_gradient_refusals(plan),
+    )
+
+
+def _pattern_refusals(model: ModelConfig) -> tuple[_Refusal, ...]:
+    """Return the refusals of layers that Megatron-LM does not have."""
+    mixers = {layer.mixer for layer in model.pattern}
+    some_biases = set(model.biases) not in (set(), {"experts", "router"})
+    return tuple(
+        (is_there, "model", model.name, f"one without {what}, which megatron does not have")
+        for is_there, what in (
+            (model.is_parallel, "attention and FFN of one input"),
+            (model.norm_placement in ("post", "shared"), "norms only after attention and FFN"),
+            ("layernorm_" in model.norm, "a LayerNorm without weight or bias"),
+            (model.embedding_norm, "a norm of the embedding"),
+            ("lightning" in mixers, "Lightning Attention"),
+            ("attention+mamba" in mixers, "attention beside Mamba in one layer"),
+            (model.shares_kv, "values that are keys"),
+            (model.gate == "head", "a gate per head"),
+            (model.residual_multiplier != 1, "scaled residuals"),
+            (some_biases, "biases of single kinds of linear layers"),
+            (model.num_mtp_layers > 0, "multi-token prediction (not modelled yet)"),
+        )
     )
 
 

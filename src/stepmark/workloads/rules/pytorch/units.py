@@ -144,12 +144,15 @@ class UnitBuilder:
             self.lookup_dtype,
             microbatch=0,
         )
+        rest = [leaf for leaf in table.inside[1:] if leaf.work]
+        after = [op for leaf in rest for op in leaf.fwd]
+        before = [op for leaf in reversed(rest) for op in leaf.bwd]
         # A frozen table needs no gradient.
-        backward: Ops = () if self.lora else (*gathered, *table.inside[0].bwd)
+        backward: Ops = () if self.lora else (*before, *gathered, *table.inside[0].bwd)
         return Unit(
             name="embedding",
             params=table.all_params,
-            fwd=((*table.inside[0].fwd, *reduced),),
+            fwd=((*table.inside[0].fwd, *reduced, *after),),
             bwd=(backward,),
         )
 
