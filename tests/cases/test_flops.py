@@ -86,10 +86,11 @@ def test_scores_are_those_of_the_operator(name: str, seq_len: int) -> None:
         kv_heads=model.num_kv_heads,
         head_dim_qk=model.d_qk,
         head_dim_v=model.d_v,
+        window=model.mla.indexer.top_k if model.mla and model.mla.indexer else 0,
     )
     fwd, bwd = op.flops, replace(op, phase=Phase.BWD).flops
-    assert flops.scores(model) * seq_len == pytest.approx(fwd)
-    assert 2 * flops.scores(model) * seq_len == pytest.approx(bwd)
+    assert flops.attention(model, DENSE) * seq_len == pytest.approx(fwd)
+    assert 2 * flops.attention(model, DENSE) * seq_len == pytest.approx(bwd)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -117,12 +118,17 @@ def case(name: str, recompute: Recompute, blocks: tuple[int, int] = (1, 1)) -> T
 
 @pytest.mark.parametrize("name", MODELS)
 def test_full_recompute_runs_all_but_the_head_and_the_last_products_twice(name: str) -> None:
-    """Of experts the last product, too, unless an MLP of shared ones follows."""
+    """Of experts the last product, too, unless an MLP of shared ones follows.
+
+    Where a norm or a gate follows the last product, it runs twice as well.
+    """
     model = find_model(name)
-    dense, moe = model.linears(), model.linears(EXPERTS)
-    last = model.num_dense_layers * dense[-1].num_active
-    if model.moe and model.moe.num_shared_experts:
-        last += model.num_moe_layers * moe[-1].num_active
+    last = 0
+    is_normed = model.norm_placement in ("post", "both")
+    for layer, count in model.layer_counts.items():
+        moe = model.moe if layer.has_experts else None
+        if not is_normed and (moe is None or (moe.num_shared_experts and not moe.shared_gate)):
+            last += count * model.linears(layer)[-1].num_active
     full = flops.recomputed(case(name, Recompute.FULL))
     assert full == pytest.approx(flops.forward(model) - 2 * model.head_params - 2 * last)
     all_blocks = flops.recomputed(case(name, Recompute.BLOCKS, (3, 3)))

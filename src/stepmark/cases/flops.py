@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from stepmark.cases.recompute import rerun_products
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Recompute
-from stepmark.model.layers import DENSE, Layer
+from stepmark.model.layers import DENSE, Layer, Linear
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops.attention import masked_pairs
 from stepmark.model.scans import scan_flops
@@ -79,12 +79,22 @@ def forward(model: ModelConfig) -> float:
 
 
 def scores(model: ModelConfig, layer: Layer = DENSE) -> float:
-    """Return q k.T and p v of one token in one layer, forward, under its mask; or its scan."""
+    """Return the FLOPs of one token in a layer's attention and scan, forward."""
+    return attention(model, layer) + scans(model, layer)
+
+
+def attention(model: ModelConfig, layer: Layer) -> float:
+    """Return q k.T and p v of one token in one layer, forward, under its mask."""
+    if not layer.has_attention:
+        return 0.0
     own = model.of_layer(layer)
+    pairs = masked_pairs(model.seq_len, keys_of(model, layer), layer.chunk)
+    return 2 * pairs * own.num_heads * (own.d_qk + own.d_v) / model.seq_len
+
+
+def scans(model: ModelConfig, layer: Layer) -> float:
+    """Return one token's products with a state, and the scores by which keys are chosen."""
     total = float(scan_flops(model, layer))
-    if layer.has_attention:
-        pairs = masked_pairs(model.seq_len, keys_of(model, layer), layer.chunk)
-        total += 2 * pairs * own.num_heads * (own.d_qk + own.d_v) / model.seq_len
     if layer.has_attention and model.mla and (indexer := model.mla.indexer):
         pairs = masked_pairs(model.seq_len)
         total += 2 * pairs * indexer.num_heads * indexer.head_dim / model.seq_len
@@ -128,11 +138,21 @@ def recomputed(case: TrainCase) -> float:
     total = 0.0
     for layer, is_checkpointed in zip(model.layers, case.is_checkpointed, strict=True):
         if is_checkpointed:
-            attention = 0.0 if case.recompute is Recompute.OPS else scores(model, layer)
             linears = model.linears(layer)
-            # Rows of routed experts are weighted after their last product.
             again = rerun_products(
-                len(linears), case.recompute, saves_last=linears[-1].is_routed
+                len(linears), case.recompute, saves_last=saves_last(model, linears[-1])
             )
-            total += 2 * sum(linears[place].num_active for place in again) + attention
+            total += 2 * sum(linears[place].num_active for place in again)
+            total += scans(model, layer)
+            total += 0.0 if case.recompute is Recompute.OPS else attention(model, layer)
     return total
+
+
+def saves_last(model: ModelConfig, last: Linear) -> bool:
+    """Return whether the result of a block's last product is saved.
+
+    Rows of routed experts are weighted after it, a gate multiplies with its sigmoid, a norm
+    may follow.
+    """
+    is_used = last.is_routed or last.name == "ffn.shared_weight"
+    return is_used or model.norm_placement in ("post", "both")

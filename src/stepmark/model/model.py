@@ -373,10 +373,10 @@ class ModelConfig:
         if moe.latent_size:
             yield Linear("ffn.from_latent", hidden, latent)
         if moe.num_shared_experts:
-            if moe.shared_gate:
-                yield Linear("ffn.shared_weight", 1, hidden)
             width = moe.shared_ffn_hidden_size
             yield from self._mlp("ffn.shared.", width, hidden, "mlp" in self.biases)
+            if moe.shared_gate:
+                yield Linear("ffn.shared_weight", 1, hidden)
 
     def _mlp(self, prefix: str, width: int, hidden: int, has_bias: bool) -> Iterator[Linear]:
         for name in ("gate", "up") if self.is_gated else ("up",):

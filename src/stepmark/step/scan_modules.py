@@ -15,7 +15,21 @@ from stepmark.model.ops import Norm, Phase
 from stepmark.model.scans import scan_flops, scan_width
 from stepmark.step.layout import Inputs
 from stepmark.step.module import Module, Param, SavedTensors, both, work_of
-from stepmark.step.workload import Kernel
+from stepmark.step.workload import ComputeOp, Kernel
+
+_SCAN = "_scan"
+_CONVOLUTION = "causal_conv1d"
+GATE = "gate"  # product with a sigmoid
+
+
+def is_scan(op: ComputeOp) -> bool:
+    """Return whether the operation is a forward kernel of a scan or of its convolution."""
+    return isinstance(op.op, Kernel) and op.op.name.endswith((_SCAN, _CONVOLUTION))
+
+
+def is_gate(op: ComputeOp) -> bool:
+    """Return whether the operation is a forward product with a sigmoid."""
+    return isinstance(op.op, Kernel) and op.op.name == GATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +94,8 @@ class ScanModules:
         size = self.tokens * channels // self.tp * self.inputs.plain_dtype.itemsize
         return self._module(
             name,
-            Kernel(name="causal_conv1d", flops=0, bytes_moved=2 * size),
-            Kernel(name="causal_conv1d_backward", flops=0, bytes_moved=3 * size),
+            Kernel(name=_CONVOLUTION, flops=0, bytes_moved=2 * size),
+            Kernel(name=f"{_CONVOLUTION}_backward", flops=0, bytes_moved=3 * size),
             self._params(f"{name}.weight", f"{name}.bias"),
             channels,
         )
@@ -94,8 +108,8 @@ class ScanModules:
         flops = self.tokens * scan_flops(model, self.layer) // self.tp
         return self._module(
             name,
-            Kernel(name=f"{kind}_scan", flops=flops, bytes_moved=size),
-            Kernel(name=f"{kind}_scan_backward", flops=2 * flops, bytes_moved=2 * size),
+            Kernel(name=kind + _SCAN, flops=flops, bytes_moved=size),
+            Kernel(name=f"{kind}{_SCAN}_backward", flops=2 * flops, bytes_moved=2 * size),
             self._params(*(f"attention.{vector}" for vector in vectors)),
             width,
         )
@@ -109,7 +123,7 @@ class ScanModules:
         own_width = width // self.tp if is_divided else width
         norm = Norm(tokens=rows, hidden=own_width, kind="rmsnorm", dtype=dtype)
         size = rows * own_width * dtype.itemsize
-        gate = Kernel(name="gate", flops=0, bytes_moved=size)
+        gate = Kernel(name=GATE, flops=0, bytes_moved=size)
         forward, backward = both(norm)
         gates = (Phase.FWD, gate), (Phase.BWD, replace(gate, bytes_moved=2 * size))
         return Module(

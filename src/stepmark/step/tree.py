@@ -50,7 +50,7 @@ from stepmark.step.layout import (
 )
 from stepmark.step.lora import frozen, scaled_sum
 from stepmark.step.module import Module, Param, SavedTensors, between, both, role_of, work_of
-from stepmark.step.scan_modules import ScanModules
+from stepmark.step.scan_modules import GATE, ScanModules
 from stepmark.step.workload import Kernel
 
 _PhaseKernel = tuple[Phase, Kernel]
@@ -332,7 +332,7 @@ class TreeBuilder:
         width = model.num_heads * model.d_v
         gate_width = width if model.gate == "element" else model.num_heads
         size = self.tokens * self.inputs.plain_dtype.itemsize // self._tp
-        fwd = memory_kernel("gate", size * (2 * width + gate_width))
+        fwd = memory_kernel(GATE, size * (2 * width + gate_width))
         bwd = memory_kernel("gate_backward", size * (3 * width + 2 * gate_width))
         gated = between("attention.gated", (Phase.FWD, fwd), (Phase.BWD, bwd))
         return replace(gated, keeps=SavedTensors(divided=width + gate_width))
@@ -530,7 +530,7 @@ class TreeBuilder:
         """Return the product of the shared experts' result with each token's sigmoid."""
         width = self.model.hidden_size
         size = self.own_tokens * width * self.inputs.plain_dtype.itemsize
-        fwd = memory_kernel("gate", 2 * size)
+        fwd = memory_kernel(GATE, 2 * size)
         bwd = memory_kernel("gate_backward", 3 * size)
         gated = between("mlp.shared_gated", (Phase.FWD, fwd), (Phase.BWD, bwd))
         return replace(gated, keeps=SavedTensors(divided=width), num_replicas=self.own_replicas)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stepmark.cases.training import GradSync, Recompute
 from stepmark.ground.dtypes import DType
-from stepmark.model.layers import MoeConfig
+from stepmark.model.layers import DeltaConfig, Layer, MambaConfig, MoeConfig
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.model.parallel import ParallelConfig, StageSplit
@@ -50,6 +50,57 @@ EXPERTS = replace(
 )
 FP32: dict[str, Any] = {"param_dtype": DType.FP32, "reduce_dtype": DType.FP32}
 
+SLIDING = replace(
+    DENSE,
+    pattern=(Layer(window=16), Layer(window=16), Layer(has_rope=False)),
+    norm_placement="both",
+    activation="geglu",
+    qk_norm=True,
+    softcap=50.0,
+    logit_softcap=30.0,
+    embedding_multiplier=8.0,
+)
+HYBRID = replace(
+    DENSE,
+    activation="relu2",
+    pattern=(
+        Layer(mixer="mamba", ffn=""),
+        Layer(mixer="", ffn="experts"),
+        Layer(ffn="", has_rope=False),
+        Layer(mixer="attention+mamba", ffn="dense"),
+    ),
+    has_sinks=True,
+    biases=("experts", "router", "out", "head"),
+    mamba=MambaConfig(num_heads=8, head_dim=8, num_groups=8, state_dim=8, chunk=32),
+    moe=MoeConfig(
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=32,
+        num_shared_experts=1,
+        shared_ffn_hidden_size=32,
+        latent_size=32,
+    ),
+)
+GATED = replace(
+    DENSE,
+    gate="element",
+    rotary_dim=4,
+    pattern=(Layer(mixer="delta"), Layer(mixer="lightning"), Layer(chunk=32)),
+    delta=DeltaConfig(num_key_heads=8, num_value_heads=16, key_dim=8, value_dim=8),
+    norm_placement="shared",
+    is_parallel=True,
+    moe=MoeConfig(
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=32,
+        num_shared_experts=1,
+        shared_ffn_hidden_size=32,
+        shared_gate=True,
+        router_bias=True,
+    ),
+)
+PATTERNS = (SLIDING, HYBRID, GATED)
+
 
 def make(
     model: ModelConfig = DENSE, *, mbs: int = 2, microbatches: int = 1, **mesh: int
@@ -62,8 +113,10 @@ def make(
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[Job, PyTorch]:
     """Any of the models over any mesh that fits, with any settings of the fsdp rule."""
-    model = draw(st.sampled_from((DENSE, BIASED, EXPERTS)))
+    model = draw(st.sampled_from((DENSE, BIASED, EXPERTS, *PATTERNS)))
     mesh = {axis: draw(st.sampled_from((1, 2))) for axis in ("cp", "dp_replicate")}
+    if model in PATTERNS:
+        mesh["cp"] = 1  # of a window or a state
     mesh["dp_shard"] = draw(st.sampled_from((1, 2, 4)))
     if model.moe is None:
         mesh["tp"] = draw(st.sampled_from((1, 2)))

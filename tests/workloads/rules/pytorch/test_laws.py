@@ -68,7 +68,7 @@ def recomputed_flops(program: Workload) -> int:
         for op in ops
         if isinstance(op, ComputeOp)
         and op.recompute
-        and isinstance(op.op, Gemm | GroupedGemm | Attention)
+        and isinstance(op.op, Gemm | GroupedGemm | Attention | Kernel)
     )
 
 

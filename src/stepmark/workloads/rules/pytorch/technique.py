@@ -11,6 +11,7 @@ from stepmark.model.ops import Activation, Attention, CrossEntropy, Gemm, Groupe
 from stepmark.model.parallel import StageSplit, TpPlan
 from stepmark.step.kernel_choice import KernelChoice
 from stepmark.step.lora import Lora
+from stepmark.step.scan_modules import is_gate, is_scan
 from stepmark.step.workload import Block, ComputeOp, Operation
 from stepmark.workloads.architecture import Unit
 from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
@@ -118,8 +119,8 @@ _SAVE_RESULTS = (Norm, Attention, CrossEntropy)
 def _last_needed(unit: Unit) -> int:
     """Count the forward operations up to the last tensor that the backward pass needs.
 
-    A linear layer and an activation save their input. Rows of experts are weighted and sent
-    back after their last product.
+    A linear layer, an activation, a scan and a gate save their input. Rows of experts are
+    weighted and sent back after their last product.
     """
     ops = [op for piece in unit.fwd for op in piece]
     if not any(map(_is_product, ops)):
@@ -128,7 +129,7 @@ def _last_needed(unit: Unit) -> int:
     for place, op in enumerate(ops):
         if not isinstance(op, ComputeOp):
             continue
-        if isinstance(op.op, Gemm | Activation):
+        if isinstance(op.op, Gemm | Activation) or is_scan(op) or is_gate(op):
             stop = place
         elif isinstance(op.op, _SAVE_RESULTS):
             stop = place + 1

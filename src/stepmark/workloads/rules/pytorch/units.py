@@ -14,6 +14,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.layers import Layer
+from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Phase, Scaling
 from stepmark.model.parallel import TpPlan
 from stepmark.step.kernel_choice import KernelChoice
@@ -36,6 +37,8 @@ def groups_of(job: AnyJob) -> dict[str, Group]:
     if isinstance(job, Job) and axes.tp > 1 and (job.model.moe or job.model.mla):
         what = "experts" if job.model.moe else "latent attention"
         raise ConfigError("tp", axes.tp, f"1, since {job.model.name} has {what}")
+    if isinstance(job, Job):
+        _check_pattern(job.model, axes.tp)
     if isinstance(job, Job) and job.model.num_kv_heads % axes.tp:
         # ColwiseParallel divides rows evenly, so a rank would have a part of a head, which the
         # view over heads refuses (torchtitan b5bcd76, models/llama3/model/model.py).
@@ -58,6 +61,17 @@ def groups_of(job: AnyJob) -> dict[str, Group]:
     groups["ep"] = Group(digits=((axes.ep, axes.tp),))
     groups["expert_fsdp"] = Group(digits=((shards // axes.ep, axes.tp * axes.ep),))
     return groups
+
+
+def _check_pattern(model: ModelConfig, tp: int) -> None:
+    """Raise ConfigError for layers that these rules do not have."""
+    if model.num_mtp_layers:
+        allowed = "a model without multi-token prediction for pytorch (not modelled yet)"
+        raise ConfigError("model", model.name, allowed)
+    what = "layers that carry a state" if any(layer.scan for layer in model.pattern) else ""
+    what = "attention and FFN of one input" if model.is_parallel else what
+    if what and tp > 1:
+        raise ConfigError("tp", tp, f"1, since {model.name} has {what}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
