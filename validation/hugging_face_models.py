@@ -27,7 +27,8 @@ sys.path[:0] = [str(ROOT / "src")]
 from stepmark.cases import flops  # noqa: E402
 from stepmark.ground.errors import ConfigError  # noqa: E402
 from stepmark.model.model import ModelConfig  # noqa: E402
-from stepmark.workloads.formats.huggingface import read_config  # noqa: E402
+from stepmark.model.scans import scan_flops  # noqa: E402
+from stepmark.workloads.formats.huggingface.config import read_config  # noqa: E402
 
 DATA = ROOT / "tests" / "data" / "hugging-face"
 FILES = (DATA / "configs.jsonl", DATA / "held-out.jsonl")
@@ -85,7 +86,10 @@ def wrong_scores(line: Line, model: ModelConfig) -> list[str]:
         return []
     tokens = line["tokens"]
     at_length = replace(model, seq_len=tokens)
-    ours = flops.forward(at_length) - 2 * at_length.num_active_matmul_params
+    ours = sum(
+        count * (flops.scores(at_length, layer) - scan_flops(at_length, layer))
+        for layer, count in Counter(at_length.layers).items()
+    )
     theirs = line["score_flops"] / tokens
     if theirs - 0.5 * line["score_flops_per_key"] - 1 <= ours <= theirs + 1:
         return []
