@@ -17,8 +17,8 @@ WRONG = {
     "GLM-5.2": "layers whose indexer_types is shared have no indexer",
     "deepseek_v2-options-flipped": "mlp_bias gives biases to the MLPs and shared experts",
     "ernie4_5_moe-options-flipped": "use_bias gives a bias to the head, too",
-    "internlm3-options-flipped": "attention_bias and mlp_bias, as transformers saves, are not read",
-    "internlm3-qkv-bias": "attention_bias and mlp_bias, as transformers saves, are not read",
+    "internlm3-options-flipped": "attention_bias and mlp_bias are not read",
+    "internlm3-qkv-bias": "attention_bias and mlp_bias are not read",
     "nemotron_h-tie-flipped": "transformers has a head of its own, tied or not",
 }
 
