@@ -143,7 +143,7 @@ def patterns(draw: Any) -> ModelConfig:
         norm_placement=placement,
         is_parallel=parallel,
         tied_embeddings=tied,
-        biases=one((), ("mlp",), ("experts", "router"), ("out",) if tied else ("out", "head")),
+        biases=one((), ("mlp",), ("experts", "router"), ("out", "head")),
         rotary_dim=one(0, 8),
         gate=gate,
         has_sinks=draw(st.booleans()),

@@ -95,7 +95,8 @@ def attention(model: ModelConfig, layer: Layer) -> float:
 def scans(model: ModelConfig, layer: Layer) -> float:
     """Return one token's products with a state, and the scores by which keys are chosen."""
     total = float(scan_flops(model, layer))
-    if layer.has_attention and model.mla and (indexer := model.mla.indexer):
+    indexer = model.mla.indexer if model.mla and layer.has_indexer else None
+    if layer.has_attention and indexer:
         pairs = masked_pairs(model.seq_len)
         total += 2 * pairs * indexer.num_heads * indexer.head_dim / model.seq_len
     return total

@@ -45,13 +45,14 @@ class Layer:
     window: int = 0
     chunk: int = 0
     has_rope: bool = True
+    has_indexer: bool = True  # of a model with one; False: the keys of an earlier layer's
     num_heads: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
     ffn_hidden_size: int = 0  # of the dense part
 
     def __post_init__(self) -> None:
-        check_kinds(self, "layer.", ("has_rope",), mixer=Mixer, ffn=FeedForward)
+        check_kinds(self, "layer.", ("has_rope", "has_indexer"), mixer=Mixer, ffn=FeedForward)
         for name in _LAYER_SIZES:
             check_int(f"layer.{name}", getattr(self, name), low=0)
         if self.window and self.chunk:

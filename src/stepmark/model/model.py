@@ -168,12 +168,6 @@ class ModelConfig:
                 (name, getattr(self, name), not (mla and getattr(self, name)), "false with mla")
                 for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks")
             ),
-            (
-                "biases",
-                "head",
-                not (self.tied_embeddings and "head" in self.biases),
-                "left out where the head is the embedding",
-            ),
             ("moe", None, moe is not None or not self.num_moe_layers, "given with experts"),
             (
                 "mla.indexer",
@@ -317,9 +311,9 @@ class ModelConfig:
             yield Linear("attention.gate", width, hidden, "out")
             yield Linear("attention.out", hidden, width, "in")
         if layer.has_attention:
-            yield from self._attention_linears()
+            yield from self._attention_linears(layer)
 
-    def _attention_linears(self) -> Iterator[Linear]:
+    def _attention_linears(self, layer: Layer) -> Iterator[Linear]:
         hidden = self.hidden_size
         heads = self.num_heads
         has_bias = self.attention_bias or self.linear_bias
@@ -344,7 +338,7 @@ class ModelConfig:
         yield Linear("attention.kv_down", latent, hidden, has_bias=has_bias)
         rows = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         yield Linear("attention.kv_up", rows, mla.kv_lora_rank, "out")
-        if (indexer := mla.indexer) and mla.q_lora_rank:
+        if (indexer := mla.indexer) and mla.q_lora_rank and layer.has_indexer:
             index_width = indexer.num_heads * indexer.head_dim
             for name, index_rows, width in (
                 ("q", index_width, mla.q_lora_rank),
@@ -393,7 +387,7 @@ class ModelConfig:
         return (
             *own._norm_vectors("attention_norm" if layer.mixer else ""),
             *own._scan_vectors(layer),
-            *(own._attention_vectors() if layer.has_attention else ()),
+            *(own._attention_vectors(layer) if layer.has_attention else ()),
             *own._norm_vectors("ffn_norm" if layer.ffn and not has_norm else ""),
             *(own._router_vectors() if layer.has_experts else ()),
         )
@@ -406,7 +400,7 @@ class ModelConfig:
             for kind in ("weight", "bias")[: NORM_VECTORS[self.norm]]:
                 yield Vector(f"{each}.{kind}", (self.hidden_size,))
 
-    def _attention_vectors(self) -> Iterator[Vector]:
+    def _attention_vectors(self, layer: Layer) -> Iterator[Vector]:
         if self.qk_norm and self.qk_norm_kind != "unit":
             is_whole = self.qk_norm_kind == "all"
             for name, heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
@@ -416,7 +410,7 @@ class ModelConfig:
             if self.mla.q_lora_rank:
                 yield Vector("attention.q.norm.weight", (self.mla.q_lora_rank,))
             yield Vector("attention.kv_norm.weight", (self.mla.kv_lora_rank,))
-            if indexer := self.mla.indexer:
+            if (indexer := self.mla.indexer) and layer.has_indexer:
                 for kind in ("weight", "bias"):
                     yield Vector(f"attention.index_norm.{kind}", (indexer.head_dim,))
         if self.has_sinks:

@@ -321,7 +321,8 @@ class TreeBuilder:
     def _attention(self, layer: Layer) -> Iterator[Module]:
         """Yield what is between attention's projections."""
         yield from self._qk_norms()
-        yield from self._indexer()
+        if layer.has_indexer:
+            yield from self._indexer()
         yield from self._scores(layer)
         if self.model.gate:
             yield self._output_gate()

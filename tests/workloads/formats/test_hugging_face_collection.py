@@ -12,15 +12,6 @@ LINES = [line for path in collection.FILES for line in collection.read_lines(pat
 # Names of configurations that must be read, all of them exactly. Add those that are read since:
 # `python validation/hugging_face_models.py --names` prints them.
 EXACT = frozenset((collection.DATA / "exact.txt").read_text(encoding="utf-8").splitlines())
-# Those that are read wrongly, and why. A name leaves this table with the repair.
-WRONG = {
-    "GLM-5.2": "layers whose indexer_types is shared have no indexer",
-    "deepseek_v2-options-flipped": "mlp_bias gives biases to the MLPs and shared experts",
-    "ernie4_5_moe-options-flipped": "use_bias gives a bias to the head, too",
-    "internlm3-options-flipped": "attention_bias and mlp_bias are not read",
-    "internlm3-qkv-bias": "attention_bias and mlp_bias are not read",
-    "nemotron_h-tie-flipped": "transformers has a head of its own, tied or not",
-}
 
 
 def by_name(line: collection.Line) -> str:
@@ -37,7 +28,7 @@ def test_names_are_unique_and_all_lines_have_a_source():
 @pytest.mark.parametrize("line", LINES, ids=by_name)
 def test_a_configuration_is_read_exactly_or_refused_by_what_it_has(line):
     verdict = collection.judge(line)
-    assert bool(verdict.wrong) == (line["name"] in WRONG), verdict.wrong
+    assert not verdict.wrong
     if verdict.model is None:
         assert line["name"] not in EXACT
         assert "\n" not in verdict.refusal

@@ -41,6 +41,7 @@ def decoder(
     tied: bool = False,
     ffn: Any = REQUIRED,
     rotary: float = 1.0,
+    vocab: Any = REQUIRED,
 ) -> Fields:
     """Return the fields that most families share.
 
@@ -62,7 +63,7 @@ def decoder(
         "num_kv_heads": num_kv,
         "head_dim": width,
         "ffn_hidden_size": keys.size("intermediate_size", default=ffn),
-        "vocab_size": keys.size("vocab_size"),
+        "vocab_size": keys.size("vocab_size", default=vocab),
         "seq_len": min(keys.size("max_position_embeddings", default=8192), DEFAULT_SEQ_LEN),
         "tied_embeddings": keys.flag("tie_word_embeddings", tied),
         "rotary_dim": rotary_dim(keys, width, rotary),
@@ -105,8 +106,8 @@ def read_windows(
 ) -> list[int]:
     """Return the window of each layer by its type, or else by the family's rule."""
     types = read_types(keys, count)
-    size = keys.size("sliding_window", default=window, null=None)
-    if size is None:
+    size = keys.count("sliding_window", default=window, null=None)
+    if not size:
         return [0] * count
     if types is None:
         return [size if default(index) else 0 for index in range(count)]

@@ -108,13 +108,15 @@ def gemma2(keys: Keys) -> Fields:
 
 def gemma3(keys: Keys) -> Fields:
     activation = read_activation(keys, "hidden_activation", default="gelu_pytorch_tanh")
-    fields = decoder(keys, head_dim=256, tied=True, kv_heads=4) | attention_bias(keys)
+    fields = decoder(keys, head_dim=256, tied=True, kv_heads=4, vocab=262_208) | attention_bias(
+        keys
+    )
     fields |= {
         "activation": activation,
         "embedding_multiplier": fields["hidden_size"] ** 0.5,
         "qk_norm": True,
     }
-    step = keys.size("sliding_window_pattern", default=6)
+    step = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     windows = read_windows(keys, fields["num_layers"], every(step), 4096)
     return _gemma_heads(keys, with_windows(fields, windows))
 
@@ -136,6 +138,18 @@ def olmo3(keys: Keys) -> Fields:
 def phi3(keys: Keys) -> Fields:
     fields = gated(keys)
     return with_windows(fields, read_windows(keys, fields["num_layers"], always, None))
+
+
+def hyperclovax(keys: Keys) -> Fields:
+    placement = "both" if keys.flag("use_post_norm") else "pre"
+    return granite(keys) | {"norm_placement": placement}
+
+
+def cwm(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=8, head_dim=128) | all_biases(keys)
+    step = keys.size("window_pattern", default=4)
+    windows = read_windows(keys, fields["num_layers"], lambda index: index % step > 0, 8192)
+    return with_windows(fields, windows)
 
 
 def granite(keys: Keys) -> Fields:
@@ -226,6 +240,7 @@ def stablelm(keys: Keys) -> Fields:
 
 
 def exaone4(keys: Keys) -> Fields:
+    """Return EXAONE 4; with experts it has its norms before."""
     fields = gated(keys, kv_heads=32)
     given = keys.raw.get("sliding_window_pattern", 4)
     keys.read.add("sliding_window_pattern")
@@ -242,11 +257,12 @@ def exaone4(keys: Keys) -> Fields:
 
 
 def internlm3(keys: Keys) -> Fields:
-    biases = ("mlp",) if keys.flag("bias") else ()
-    return gated(keys, kv_heads=2) | {
-        "qkv_bias": keys.flag("qkv_bias"),
-        "biases": (*biases, "out") if biases else (),
-    }
+    """Return InternLM3, whose attention and MLP have biases both or neither."""
+    attention = keys.flag("attention_bias", keys.flag("qkv_bias"))
+    mlp = keys.flag("mlp_bias", keys.flag("bias"))
+    if attention != mlp:
+        raise keys.error("qkv_bias", f"as bias ({str(mlp).lower()})")
+    return gated(keys, kv_heads=2, head_dim=128) | {"linear_bias": mlp}
 
 
 def helium(keys: Keys) -> Fields:

@@ -27,7 +27,7 @@ from stepmark.workloads.formats.huggingface.common import (
     read_windows,
     with_windows,
 )
-from stepmark.workloads.formats.huggingface.dense import qwen_windows
+from stepmark.workloads.formats.huggingface.dense import exaone4, qwen_windows
 from stepmark.workloads.formats.huggingface.keys import Keys, cycle
 
 
@@ -83,7 +83,7 @@ def qwen2_moe(keys: Keys) -> Fields:
     return qwen_experts(keys, fields, defaults, **shared_gated(keys, 5632))
 
 
-def deepseek(keys: Keys, *, sigmoid: bool, indexed: bool = False) -> Fields:
+def deepseek(keys: Keys, *, sigmoid: bool, indexed: bool = False, **defaults: Any) -> Fields:
     keys.read.add("head_dim")  # the file's, where there is one, is the rope part only
     heads = keys.size("num_attention_heads")
     indexer = None
@@ -101,6 +101,7 @@ def deepseek(keys: Keys, *, sigmoid: bool, indexed: bool = False) -> Fields:
         v_head_dim=keys.size("v_head_dim"),
         indexer=indexer,
     )
+    shares = read_shared_indexers(keys) if indexed else []
     keys.read.add("num_key_value_heads")
     fields = {
         "hidden_size": keys.size("hidden_size"),
@@ -116,13 +117,46 @@ def deepseek(keys: Keys, *, sigmoid: bool, indexed: bool = False) -> Fields:
         "mla": mla,
         **attention_bias(keys),
     }
-    return deepseek_experts(keys, fields, sigmoid=sigmoid)
+    if shares:
+        layers = (Layer(has_indexer=not shared) for shared in shares)
+        fields["pattern"] = cycle(layers)
+    if not sigmoid and keys.flag("mlp_bias"):
+        fields["biases"] = ("mlp",)
+    return deepseek_experts(keys, fields, sigmoid=sigmoid, **defaults)
+
+
+def read_shared_indexers(keys: Keys) -> list[bool]:
+    """Return whether each layer takes the keys that an earlier one's indexer chose."""
+    count = keys.size("num_hidden_layers")
+    types = keys.items("indexer_types")
+    step = keys.size("index_topk_freq", default=1)
+    offset = keys.count("index_skip_topk_offset", default=2)
+    if types is None:
+        return [max(index - offset + 1, 0) % step > 0 for index in range(count)]
+    if len(types) != count or not set(types) <= {"full", "shared"}:
+        raise keys.error("indexer_types", f"full or shared of {count} layers")
+    return [kind == "shared" for kind in types]
 
 
 def glm4_moe(keys: Keys) -> Fields:
-    fields = gated(keys, kv_heads=8, ffn=10944, rotary=0.5)
+    floor = keys.size("hidden_size") // keys.size("num_attention_heads")
+    fields = gated(keys, kv_heads=8, head_dim=floor, ffn=10944, rotary=0.5)
     fields |= {"qkv_bias": keys.flag("attention_bias"), "qk_norm": keys.flag("use_qk_norm")}
     defaults = {"width": 1408, "shared": 1, "experts": 128, "top_k": 8, "dense": 1}
+    return deepseek_experts(keys, fields, sigmoid=True, **defaults)
+
+
+def solar_open(keys: Keys) -> Fields:
+    fields = gated(keys, kv_heads=8, head_dim=128, ffn=None) | {"ffn_hidden_size": 0}
+    fields |= {"qkv_bias": keys.flag("attention_bias")}
+    defaults = {"width": 1280, "shared": 1, "experts": 128, "top_k": 8, "dense": 0}
+    return deepseek_experts(keys, fields, sigmoid=True, **defaults)
+
+
+def exaone_moe(keys: Keys) -> Fields:
+    fields = exaone4(keys) | {"norm_placement": "pre"}
+    shared = keys.count("num_shared_experts", default=1)
+    defaults = {"width": 1024, "shared": shared, "experts": 64, "top_k": 8, "dense": 1}
     return deepseek_experts(keys, fields, sigmoid=True, **defaults)
 
 
@@ -273,7 +307,7 @@ def ernie_moe(keys: Keys) -> Fields:
         router_bias=keys.flag("moe_use_aux_free", True),
     )
     if has_bias:
-        fields |= {"attention_bias": True, "biases": ("mlp",)}
+        fields |= {"attention_bias": True, "biases": ("mlp", "head")}
     return placed_experts(fields, moe, is_dense)
 
 

@@ -78,11 +78,20 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "internlm3": dense.internlm3,
     "helium": dense.helium,
     "arcee": dense.arcee,
+    "hyperclovax": dense.hyperclovax,
+    "cwm": dense.cwm,
+    "solar_open": experts.solar_open,
+    "exaone_moe": experts.exaone_moe,
+    "glm4_moe_lite": partial(experts.deepseek, sigmoid=True, dense=1),
+    "qwen2_vl_text": dense.qwen2,
+    "qwen2_5_vl_text": dense.qwen2,
 }
 # Families whose config has the decoder's inside, and the decoder's where it names none.
 NESTED = {
     "gemma3": "gemma3_text",
     "llama4": "llama4_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen3_5": "qwen3_5_text",

@@ -185,7 +185,7 @@ def nemotron_h(keys: Keys) -> Fields:
             **deepseek_routing(keys, sigmoid=True),
         )
     keys.flag("attention_bias")
-    return fields | more
+    return fields | more | {"tied_embeddings": False}  # whatever the file says
 
 
 def minimax(keys: Keys) -> Fields:

@@ -37,9 +37,9 @@ class Keys:
         """
         return self._whole(names, default, null, 1)
 
-    def count(self, *names: str, default: Any = REQUIRED) -> Any:
-        """Return a whole number from 0."""
-        return self._whole(names, default, REQUIRED, 0)
+    def count(self, *names: str, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
+        """Return a whole number from 0; default and null as of size."""
+        return self._whole(names, default, null, 0)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self._value((name,), default)
@@ -144,6 +144,7 @@ _RESEMBLING = frozenset(
         *("no_rope_layers", "no_rope_layer_interval", "mamba_n_heads", "mamba_n_groups"),
         *("attention_bias", "attention_in_multiplier", "attention_out_multiplier"),
         *("num_attention_heads", "num_key_value_heads", "n_group", "n_groups"),
+        *("q_lora_rank", "kv_lora_rank"),
     }
 )
 

@@ -205,8 +205,9 @@ class UnitBuilder:
         if job.model.tied_embeddings and has_table:
             # Under tp table and head are two DTensors when FSDP wraps them, so the table is
             # gathered and reduced twice.
-            head = replace(params.pop(), is_copy=True)
-            params += [head] if job.parallel.tp > 1 else []
+            (head,) = (param for param in params if param.name == "output.head.weight")
+            params.remove(head)
+            params += [replace(head, is_copy=True)] if job.parallel.tp > 1 else []
         return Unit(name="output", params=tuple(params), fwd=(fwd,), bwd=(bwd,))
 
     def blocks(self) -> dict[Layer, Unit]:
