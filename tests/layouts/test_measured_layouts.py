@@ -23,6 +23,7 @@ from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.small_steps import one_stage, without_pipeline
 from stepmark.measuring.machine import Machine
 from stepmark.measuring.measure import measure_quietly
+from stepmark.model.layers import DENSE
 from stepmark.predictions.predict import predict
 from stepmark.predictions.predict_inputs import of_training
 from stepmark.store.reader import read_records
@@ -108,7 +109,7 @@ def test_the_step_is_predicted_as_the_small_step_of_the_search() -> None:
     layout = next(each for each in layouts(own) if each.job.mbs == 2)
     two, four = cases(own, layout, 8)
     for case in (two, four):
-        small = one_stage(layout, {False: case.model.num_layers}, False, 2).workload()
+        small = one_stage(layout, {DENSE: case.model.num_layers}, False, 2).workload()
         inputs = of_training(case, None, H100)
         step_s = predict(inputs).step_s
         other_s = predict(replace(inputs, workload=small, case=None)).step_s

@@ -74,6 +74,9 @@ class ParallelConfig:
             words = "layers that carry a state" if layer.scan else words
             if words and self.cp > 1:
                 raise ConfigError("cp", self.cp, f"1, because {model.name} has {words}")
+        if self.cp > 1 and model.mla and model.mla.indexer:
+            words = "sparse attention, whose indexer needs whole sequences"
+            raise ConfigError("cp", self.cp, f"1, because {model.name} has {words}")
         if self.tp > 1 and model.qk_norm and model.qk_norm_kind == "all":
             words = "norms over all query heads"
             raise ConfigError("tp", self.tp, f"1, because {model.name} has {words}")

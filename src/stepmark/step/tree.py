@@ -366,7 +366,8 @@ class TreeBuilder:
         )
         scores = Kernel(name="index_scores", flops=flops, bytes_moved=size)
         back = Kernel(name="index_scores_backward", flops=2 * flops, bytes_moved=2 * size)
-        yield between("attention.index_scores", (Phase.FWD, scores), (Phase.BWD, back))
+        chosen = between("attention.index_scores", (Phase.FWD, scores), (Phase.BWD, back))
+        yield replace(chosen, num_replicas=self._tp)
 
     def _qk_norms(self) -> Iterator[Module]:
         model = self.model
