@@ -156,6 +156,8 @@ class KernelTimes:
             time_s = self._product_s(op)
         elif isinstance(op, Attention):
             time_s = self._attention_s(op, attention)
+        elif isinstance(op, Kernel) and op.flops:
+            return self._scan_time(op, style)
         else:
             return self._memory_time(op, style)
         return None if time_s is None else KernelTime(time_s, self._basis_of(op.dtype))
@@ -237,6 +239,15 @@ class KernelTimes:
         if kind == _BF16 and op.dtype not in (DType.BF16, DType.FP16):
             return time_s * _ratio(_peak_16_bits(self.device), peak)
         return time_s
+
+    def _scan_time(self, op: Kernel, style: Style) -> KernelTime | None:
+        """Return the time of a kernel that multiplies, such as a scan: none was measured."""
+        peak = self.device.peak(DType.BF16)
+        memory = self._memory_time(op, style)
+        if peak is None or memory is None:
+            return None
+        time_s = max(memory.time_s, op.flops / (_ATTENTION_SHARE * peak))
+        return KernelTime(time_s, Basis.LIKE)
 
     def _memory_time(self, op: Op | Kernel, style: Style) -> KernelTime | None:
         bandwidth = self.device.hbm_bytes_per_s

@@ -394,7 +394,7 @@ class StepMemory:
             cast = self._allocate_rows(hidden * FP32)
             self.heap.free(grad)
             grad = cast
-        for (table,) in reversed(unit.weights):
+        for table in reversed([weight for weights in unit.weights for weight in weights]):
             new = self.heap.allocate(self._formats.grad_itemsize * table.numel, "gradients")
             if tokens > _FEW_LOOKUPS and table is unit.weights[0][0]:
                 segments = tokens // _LOOKUPS_PER_SEGMENT
