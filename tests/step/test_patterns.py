@@ -139,7 +139,9 @@ def patterns(draw: Any) -> ModelConfig:
         moe=MOE if draw(st.booleans()) else replace(MOE, latent_size=16),
         pattern=tuple(draw(st.lists(layers, min_size=1, max_size=4))),
         delta=DELTA,
-        mamba=MAMBA if draw(st.booleans()) else replace(MAMBA, has_bias=True, has_norm=False),
+        mamba=MAMBA
+        if draw(st.booleans())
+        else replace(MAMBA, has_out_bias=True, has_norm=False),
         norm_placement=placement,
         is_parallel=parallel,
         tied_embeddings=tied,

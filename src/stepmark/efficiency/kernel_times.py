@@ -244,7 +244,7 @@ class KernelTimes:
         """Return the time of a kernel that multiplies, such as a scan: none was measured."""
         peak = self.device.peak(DType.BF16)
         memory = self._memory_time(op, style)
-        if peak is None or memory is None:
+        if peak is None or memory is None or op.flops is None:
             return None
         time_s = max(memory.time_s, op.flops / (_ATTENTION_SHARE * peak))
         return KernelTime(time_s, Basis.LIKE)

@@ -208,14 +208,15 @@ class MambaConfig:
     conv_width: int = 4
     chunk: int = 256  # tokens that are multiplied at once
     conv_bias: bool = True
-    has_bias: bool = False  # of the projections
+    has_bias: bool = False  # of the input's projection
+    has_out_bias: bool = False
     has_norm: bool = True  # gated RMSNorm before the output projection
 
     def __post_init__(self) -> None:
         for each in fields(self):
             if each.type is int:
                 check_int(f"mamba.{each.name}", getattr(self, each.name))
-        check_kinds(self, "mamba.", ("conv_bias", "has_bias", "has_norm"))
+        check_kinds(self, "mamba.", ("conv_bias", "has_bias", "has_out_bias", "has_norm"))
         if self.num_heads % self.num_groups:
             rule = f"a divisor of num_heads={self.num_heads}"
             raise ConfigError("mamba.num_groups", self.num_groups, rule)

@@ -297,7 +297,7 @@ class ModelConfig:
             mamba = self.mamba
             rows = mamba.inner + mamba.conv_channels + mamba.num_heads
             yield Linear("attention.ssm_in", rows, hidden, "out", mamba.has_bias)
-            yield Linear("attention.ssm_out", hidden, mamba.inner, "in", mamba.has_bias)
+            yield Linear("attention.ssm_out", hidden, mamba.inner, "in", mamba.has_out_bias)
         elif layer.scan == "delta":
             assert self.delta is not None
             delta = self.delta
@@ -360,12 +360,12 @@ class ModelConfig:
         latent = moe.latent_size or hidden
         yield Linear("ffn.router", moe.num_experts, hidden, has_bias="router" in self.biases)
         if moe.latent_size:
-            yield Linear("ffn.to_latent", latent, hidden)
+            yield Linear("ffn.to_latent", latent, hidden, has_bias=mlp_bias)
         has_bias = "experts" in self.biases
         for linear in self._mlp("ffn.held.", moe.ffn_hidden_size, latent, has_bias):
             yield replace(linear, copies=moe.num_experts, active=moe.top_k, is_routed=True)
         if moe.latent_size:
-            yield Linear("ffn.from_latent", hidden, latent)
+            yield Linear("ffn.from_latent", hidden, latent, has_bias=mlp_bias)
         if moe.num_shared_experts:
             width = moe.shared_ffn_hidden_size
             yield from self._mlp("ffn.shared.", width, hidden, "mlp" in self.biases)

@@ -189,12 +189,12 @@ def read_ropes(keys: Keys, count: int, interval: int) -> list[bool]:
     return [bool(value) for value in listed]
 
 
-def read_mamba(
-    keys: Keys, inner: int, *, has_norm: bool, has_bias: bool = False
-) -> MambaConfig:
+def read_mamba(keys: Keys, inner: int, *, has_norm: bool) -> MambaConfig:
+    """Return Mamba-2 by the keys of Bamba and its like. inner: width of all heads."""
     heads = keys.size("mamba_n_heads", default=128)
     width = keys.raw.get("mamba_d_head", "auto")
     keys.read |= {"mamba_d_head", "mamba_expand"}
+    has_bias = keys.flag("mamba_proj_bias")
     return MambaConfig(
         num_heads=heads,
         head_dim=inner // heads if width == "auto" else keys.size("mamba_d_head"),
@@ -203,7 +203,8 @@ def read_mamba(
         conv_width=keys.size("mamba_d_conv", default=4),
         chunk=keys.size("mamba_chunk_size", default=256),
         conv_bias=keys.flag("mamba_conv_bias", True),
-        has_bias=keys.flag("mamba_proj_bias", has_bias),
+        has_bias=has_bias,
+        has_out_bias=has_bias,
         has_norm=has_norm,
     )
 
@@ -218,6 +219,20 @@ def deepseek_routing(keys: Keys, *, sigmoid: bool) -> Fields:
         "num_groups": groups,
         "top_groups": min(groups, keys.size("topk_group", default=None) or groups),
     }
+
+
+def _num_leading(keys: Keys, default: Any) -> int:
+    """Return the number of leading dense layers, by their types if those are listed."""
+    types = keys.items("mlp_layer_types")
+    if types is None:
+        return int(keys.count("first_k_dense_replace", default=default))
+    keys.read.add("first_k_dense_replace")
+    count = types.count("dense")
+    if types != ["dense"] * count + ["sparse"] * (len(types) - count):
+        raise keys.error("mlp_layer_types", "dense layers first, then sparse ones")
+    if len(types) != keys.size("num_hidden_layers"):
+        raise keys.error("mlp_layer_types", "as many as num_hidden_layers")
+    return count
 
 
 def deepseek_experts(keys: Keys, fields: Fields, *, sigmoid: bool, **defaults: Any) -> Fields:
@@ -237,9 +252,7 @@ def deepseek_experts(keys: Keys, fields: Fields, *, sigmoid: bool, **defaults: A
         ffn_hidden_size=width,
         num_shared_experts=shared,
         shared_ffn_hidden_size=shared * width,
-        first_dense_layers=keys.count(
-            "first_k_dense_replace", default=defaults.get("dense", REQUIRED)
-        ),
+        first_dense_layers=_num_leading(keys, defaults.get("dense", REQUIRED)),
         **deepseek_routing(keys, sigmoid=sigmoid),
     )
     return fields | {"moe": moe}

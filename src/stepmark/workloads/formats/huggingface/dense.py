@@ -198,7 +198,7 @@ def starcoder2(keys: Keys) -> Fields:
 
 
 def ernie(keys: Keys) -> Fields:
-    fields = gated(keys, kv_heads=2, tied=True)
+    fields = gated(keys, kv_heads=2, head_dim=128, tied=True)
     return fields | {"linear_bias": keys.flag("use_bias")}
 
 

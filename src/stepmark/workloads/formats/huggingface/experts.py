@@ -66,6 +66,12 @@ def qwen3_moe(keys: Keys) -> Fields:
     return qwen_experts(keys, fields, {"experts": 128, "top_k": 8, "width": 768})
 
 
+def qwen3_vl_moe(keys: Keys) -> Fields:
+    """Return the decoder of Qwen3-VL: Qwen3's with other defaults."""
+    fields = gated(keys, kv_heads=16, ffn=5632) | attention_bias(keys) | {"qk_norm": True}
+    return qwen_experts(keys, fields, {"experts": 60, "top_k": 4, "width": 1408})
+
+
 def shared_gated(keys: Keys, width: int) -> Fields:
     size = keys.count("shared_expert_intermediate_size", default=width)
     return {
@@ -83,13 +89,20 @@ def qwen2_moe(keys: Keys) -> Fields:
     return qwen_experts(keys, fields, defaults, **shared_gated(keys, 5632))
 
 
-def deepseek(keys: Keys, *, sigmoid: bool, indexed: bool = False, **defaults: Any) -> Fields:
+def deepseek(
+    keys: Keys,
+    *,
+    sigmoid: bool,
+    indexed: bool = False,
+    index_heads: int = 64,
+    **defaults: Any,
+) -> Fields:
     keys.read.add("head_dim")  # the file's, where there is one, is the rope part only
     heads = keys.size("num_attention_heads")
     indexer = None
     if indexed:
         indexer = IndexerConfig(
-            num_heads=keys.size("index_n_heads", default=64),
+            num_heads=keys.size("index_n_heads", default=index_heads),
             head_dim=keys.size("index_head_dim", default=128),
             top_k=keys.size("index_topk", default=2048),
         )
@@ -220,8 +233,8 @@ def llama4(keys: Keys) -> Fields:
     return placed_experts(fields, moe, [index not in with_experts for index in range(count)])
 
 
-def olmoe(keys: Keys) -> Fields:
-    fields = gated(keys, ffn=2048) | attention_bias(keys)
+def olmoe(keys: Keys, width: int = 2048) -> Fields:
+    fields = gated(keys, ffn=width) | attention_bias(keys)
     moe = MoeConfig(
         num_experts=keys.size("num_experts", default=64),
         top_k=keys.size("num_experts_per_tok", default=8),
@@ -232,14 +245,16 @@ def olmoe(keys: Keys) -> Fields:
 
 
 def flex_olmo(keys: Keys) -> Fields:
-    return olmoe(keys) | {"norm_placement": "post"}
+    return olmoe(keys, 11008) | {"norm_placement": "post"}
 
 
 def phimoe(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=8, ffn=6400) | attention_bias(keys)
+    if keys.size("num_experts_per_tok", default=2) != 2:
+        raise keys.error("num_experts_per_tok", "2: the router takes two whatever it says")
     moe = MoeConfig(
         num_experts=keys.size("num_local_experts", default=16),
-        top_k=keys.size("num_experts_per_tok", default=2),
+        top_k=2,
         ffn_hidden_size=fields["ffn_hidden_size"],
     )
     windows = read_windows(keys, fields["num_layers"], always, None)
@@ -271,10 +286,11 @@ def minimax_m2(keys: Keys) -> Fields:
         num_experts=keys.size("num_local_experts", "num_experts", default=256),
         top_k=keys.size("num_experts_per_tok", default=8),
         ffn_hidden_size=fields["ffn_hidden_size"],
-        router_bias=keys.flag("use_routing_bias", True),
+        router_bias=True,
         scoring="sigmoid",
     )
     has_norm = keys.flag("use_qk_norm", True)
+    keys.read.add("use_routing_bias")  # transformers has the bias in any case
     return fields | {
         "moe": moe,
         "ffn_hidden_size": 0,

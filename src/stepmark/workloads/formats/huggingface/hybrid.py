@@ -117,8 +117,7 @@ def falcon_h1(keys: Keys) -> Fields:
     inner = size or keys.size("mamba_expand", default=2) * fields["hidden_size"]
     has_norm = keys.flag("mamba_rms_norm")
     mamba = read_mamba(keys, inner, has_norm=has_norm)
-    if keys.flag("projectors_bias"):
-        raise keys.error("projectors_bias", "false")
+    mamba = replace(mamba, has_out_bias=keys.flag("projectors_bias"))
     return fields | {
         "pattern": (Layer(mixer="attention+mamba"),),
         "mamba": mamba,
@@ -165,6 +164,7 @@ def nemotron_h(keys: Keys) -> Fields:
         chunk=keys.size("chunk_size", "mamba_chunk_size", default=128),
         conv_bias=keys.flag("use_conv_bias", True),
         has_bias=keys.flag("use_bias"),
+        has_out_bias=keys.flag("use_bias"),
     )
     more: Fields = {
         "activation": read_activation(keys, "mlp_hidden_act", gated=False, default="relu2"),

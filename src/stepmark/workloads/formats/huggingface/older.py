@@ -84,6 +84,8 @@ def opt(keys: Keys) -> Fields:
         raise keys.error("do_layer_norm_before", "true")
     if hidden % heads:
         raise keys.error("hidden_size", f"a multiple of num_attention_heads={heads}")
+    if keys.flag("_remove_final_layer_norm"):
+        raise keys.error("_remove_final_layer_norm", "false")
     positions = keys.size("max_position_embeddings", default=2048)
     has_weight = keys.flag("layer_norm_elementwise_affine", True)
     return {
