@@ -1,6 +1,7 @@
 """Training steps on ranks, with torch: `stepmark train`.
 
-- train_options.py, train_plan.py, train_refusals.py: options, cases, and what cannot run.
+- train_options.py, train_plan.py, train_refusals.py, model_refusals.py: options, cases,
+  and what cannot run.
 - framework_options.py, framework_table.py: a framework's file as options of a step.
 - remedies.py: options with which a step fits in memory.
 - train.py: the verb.

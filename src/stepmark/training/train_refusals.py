@@ -11,6 +11,7 @@ from stepmark.cases.training import DataParallel, Fp8, Precision, Recompute
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed, plain
 from stepmark.model.ops.matmul import row_multiple
+from stepmark.training.model_refusals import LACKING, parts
 from stepmark.training.train_options import TrainOptions, show_blocks
 
 _BYTES = 256  # tokens of a text
@@ -79,7 +80,7 @@ def check(case: TrainCase, options: TrainOptions) -> None:
     """
     check_needs(case, options)
     case.parallel.check(case.model)
-    rules = (_axes, _pipeline, _checkpointing, _numbers, _fp8, _data_parallel, _graphs)
+    rules = (_model, _axes, _pipeline, _checkpointing, _numbers, _fp8, _data_parallel, _graphs)
     for field, value, allowed in itertools.chain(*(rule(case) for rule in rules)):
         raise ConfigError(field, value, allowed)
     if options.steps and options.steps % case.cycle:
@@ -89,6 +90,13 @@ def check(case: TrainCase, options: TrainOptions) -> None:
 
 
 Refused = Iterator[tuple[str, object, str]]  # field, value, rule
+
+
+def _model(case: TrainCase) -> Refused:
+    model = case.model
+    if words := parts(model, LACKING):
+        allowed = f"one without {', '.join(words)}: train cannot run them"
+        yield "model", model.name, allowed
 
 
 def _axes(case: TrainCase) -> Refused:
