@@ -44,7 +44,7 @@ from stepmark.model.model import ModelConfig
 from stepmark.model.parallel import ParallelConfig, TpPlan
 from stepmark.training.attention import Attention, LatentAttention, causal_attention
 from stepmark.training.layers import Compute, Experts
-from stepmark.training.transformer import IGNORED, Embedding, Transformer
+from stepmark.training.transformer import IGNORED, Embedding, RotaryTables, Transformer
 
 # Outermost first: ranks that communicate most are neighbours.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -316,7 +316,7 @@ def apply_context(model: Transformer, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if isinstance(module, Attention | LatentAttention):
             module.attend = attend
-        if isinstance(module, Transformer | Embedding):
+        if isinstance(module, RotaryTables | Embedding):
             module.own_rows = partial(share.of, dim=0)
 
 
@@ -328,13 +328,21 @@ class GatheredAttention:
         self._num_ranks = share.num_ranks
         self._chunks = share.chunks
 
-    def __call__(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, kernel: str) -> Tensor:
+    def __call__(
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKE: Tensor,
+        kernel: str,
+        scale: float | None = None,
+    ) -> Tensor:
         k_BSKD, v_BSKE = self._gather(k_BTKD, v_BTKE)
         length = q_BTHD.shape[1] // 2
         parts: list[Tensor] = []
         for chunk, q in zip(self._chunks, q_BTHD.chunk(2, dim=1), strict=True):
             end = (chunk + 1) * length
-            parts.append(causal_attention(q, k_BSKD[:, :end], v_BSKE[:, :end], kernel))
+            keys, values = k_BSKD[:, :end], v_BSKE[:, :end]
+            parts.append(causal_attention(q, keys, values, kernel, scale))
         return torch.cat(parts, dim=1)
 
     def _gather(self, k_BTKD: Tensor, v_BTKE: Tensor) -> tuple[Tensor, ...]:

@@ -69,7 +69,7 @@ _PLAIN: dict[str, Collection[object]] = {
     "norm": ("layernorm",),
 }
 # Parts that the step does not have.
-LACKING = frozenset(PARTS)
+LACKING = frozenset({"num_mtp_layers", "mla.indexer"})
 
 
 def parts(model: ModelConfig, among: Collection[str]) -> list[str]:
