@@ -281,12 +281,18 @@ class Transformer(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x)
         for index, block in self.blocks.items():
-            width = self.rotary_widths[index]
-            tables = self.tables[width] if width else None
-            x = block(x, *((tables.cos_TD, tables.sin_TD) if tables else (None, None)))
+            x = block(x, *self.rotary_tables(index))
         if self.output is not None:
             x = self.output(x, labels_BT)
         return x
+
+    def rotary_tables(self, index: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return the tables of a block; None where it does not rotate."""
+        width = self.rotary_widths[index]
+        if not width:
+            return None, None
+        tables = self.tables[width]
+        return tables.cos_TD, tables.sin_TD
 
     def tie(self) -> None:
         """Tie the head's weight to the token table again, after it was moved or emptied."""
