@@ -27,9 +27,14 @@ def masked_attention(
 ) -> Tensor:
     """Return y_BTHE, by FlexAttention on a GPU unless the kernel is "math"."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKE))
-    if q.is_cuda and kernel == "auto":
+    if kernel == "auto" and masked_kernel(q.device.type) == "flex":
         return by_flex(q, k, v, scores, sinks_H, _compiled()).transpose(1, 2)
     return by_products(q, k, v, scores, sinks_H).transpose(1, 2)
+
+
+def masked_kernel(device_type: str) -> str:
+    """Return the name of what "auto" is on a device."""
+    return "flex" if device_type == "cuda" else "math"
 
 
 def is_visible(scores: Scores, query: Tensor, key: Tensor) -> Tensor:

@@ -279,8 +279,7 @@ def _reduced(x_N: Tensor, kind: str, group: dist.ProcessGroup) -> Tensor:
 def _block_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
     # Rotary tables are the second and third input of a block's attention, replicated.
     plan: dict[str, ParallelStyle] = {
-        "attention_norm": SequenceParallel(),
-        "ffn_norm": SequenceParallel(),
+        **_norm_plan(model),
         "attention": _gather_inputs(3),
         "attention.qkv": ColwiseParallel(),
         "attention.out": RowwiseParallel(output_layouts=Shard(1)),
@@ -293,6 +292,19 @@ def _block_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
     if model.qk_norm:
         heads = _Replicated(Shard(2))
         plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
+    return plan
+
+
+def _norm_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
+    """Return styles of a block's norms: their results enter products, or are added."""
+    names = ["attention_norm"]
+    if model.norm_placement != "shared":
+        names.append("ffn_norm")
+    plan: dict[str, ParallelStyle] = {}
+    for name in names:
+        plan[name] = SequenceParallel(use_local_output=model.norm_placement == "post")
+        if model.norm_placement == "both":
+            plan[f"{name}_after"] = SequenceParallel(use_local_output=True)
     return plan
 
 

@@ -68,6 +68,17 @@ _PLAIN: dict[str, Collection[object]] = {
     "activation": ("gelu",),
     "norm": ("layernorm",),
 }
+# Parts that tensor parallelism does not divide.
+UNDIVIDED = frozenset(
+    {
+        *("gate", "shares_kv", "has_sinks", "embedding_norm", "qk_norm_kind"),
+        *("layer.mixer", "layer.ffn", "layer.num_heads", "layer.num_kv_heads"),
+        *("layer.head_dim", "norm"),
+    }
+)
+# Parts of scores that context parallelism does not compute; windows, chunks and states are
+# refused by every kind of step (model/parallel.py).
+OF_ALL_KEYS = frozenset({"has_sinks", "softcap"})
 # Parts that the step does not have.
 LACKING = frozenset({"num_mtp_layers", "mla.indexer"})
 

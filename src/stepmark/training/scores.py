@@ -1,5 +1,6 @@
 """What becomes of a layer's attention scores: scale, cap, and which keys a query sees."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stepmark.model.layers import Layer
@@ -26,6 +27,13 @@ class Scores:
     def is_plain(self) -> bool:
         """Whether it is causal attention and nothing else."""
         return not (self.window or self.chunk or self.softcap or self.has_sinks)
+
+
+def all_scores(model: ModelConfig) -> Iterator[Scores]:
+    """Yield the scores of each kind of layer with attention."""
+    for layer in model.layer_counts:
+        if layer.has_attention:
+            yield scores_of(model, layer)
 
 
 def scores_of(model: ModelConfig, layer: Layer) -> Scores:

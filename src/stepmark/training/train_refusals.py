@@ -11,7 +11,8 @@ from stepmark.cases.training import DataParallel, Fp8, Precision, Recompute
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed, plain
 from stepmark.model.ops.matmul import row_multiple
-from stepmark.training.model_refusals import LACKING, parts
+from stepmark.training.model_refusals import LACKING, OF_ALL_KEYS, UNDIVIDED, parts
+from stepmark.training.scores import MASKED_KERNELS, all_scores
 from stepmark.training.train_options import TrainOptions, show_blocks
 
 _BYTES = 256  # tokens of a text
@@ -97,6 +98,10 @@ def _model(case: TrainCase) -> Refused:
     if words := parts(model, LACKING):
         allowed = f"one without {', '.join(words)}: train cannot run them"
         yield "model", model.name, allowed
+    is_masked = any(not scores.is_plain for scores in all_scores(model))
+    if is_masked and case.attention not in MASKED_KERNELS:
+        has = f"{model.name} has windows, chunks, sinks or capped scores"
+        yield "attention", case.attention, f"{' or '.join(MASKED_KERNELS)}, since {has}"
 
 
 def _axes(case: TrainCase) -> Refused:
@@ -105,6 +110,9 @@ def _axes(case: TrainCase) -> Refused:
     if axes.tp > 1 and (model.moe or model.mla):
         what = "experts" if model.moe else "latent attention"
         yield "tp", axes.tp, f"1, since {model.name} has {what}"
+    for name, size, among in (("tp", axes.tp, UNDIVIDED), ("cp", axes.cp, OF_ALL_KEYS)):
+        if size > 1 and (words := parts(model, among)):
+            yield name, size, f"1, since {model.name} has {', '.join(words)}"
     if axes.cp > 1:
         if case.data_parallel is DataParallel.NONE:
             yield "cp", axes.cp, "1 with tp or pp alone; with --strategy fsdp it may be more"
