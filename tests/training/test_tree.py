@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training.models import assert_parameters
 from torch import Tensor
 
 from stepmark.capture.run import capture
@@ -37,24 +38,7 @@ RUN = [name for name, model in MODELS.items() if not parts(model, LACKING)]
 
 @pytest.mark.parametrize("name", RUN)
 def test_parameters_are_those_of_the_real_modules(name: str) -> None:
-    """Every layer: names and shapes; and the order of registration.
-
-    A module's own vectors are registered before the modules in it, and norms before their part.
-    """
-    model = MODELS[name].tiny()
-    with torch.device("meta"):
-        real = [(key, tuple(one.shape)) for key, one in Transformer(model).named_parameters()]
-    found: list[tuple[str, tuple[int, ...]]] = []
-    for unit in build(model, ShardLayout(), INPUTS).inside:
-        base = int(unit.name.rpartition(".")[2]) if unit.name.startswith("blocks") else 0
-        for index in range(unit.times):
-            prefix = f"blocks.{base + index}." if unit.name.startswith("blocks") else ""
-            found += [(prefix + one.name, one.shape) for one in unit.all_params]
-    if model.tied_embeddings:
-        assert found.pop()[0] == "output.head.weight"
-    is_ordered = not parts(MODELS[name], ("has_sinks", "layer.mixer", "norm_placement"))
-    assert sorted(found) == sorted(real)
-    assert found == real or not is_ordered
+    assert_parameters(MODELS[name].tiny())
 
 
 @pytest.mark.parametrize("name", RUN)

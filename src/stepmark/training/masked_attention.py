@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from stepmark.training.scores import Scores
 
@@ -81,18 +86,18 @@ def by_flex(
     def capped(score: Tensor, *_at: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    y_BHTE, log_sums_BHT = attend(
+    y_BHTE, more = attend(
         *(q_BHTD, k_BKTD, v_BKTE),
         score_mod=capped if softcap else None,
         block_mask=_block_mask(scores, q_BHTD.shape[2], q_BHTD.device),
         scale=scores.scale,
         enable_gqa=True,
-        return_lse=True,
+        return_aux=AuxRequest(lse=True),
     )
     if sinks_H is None:
         result: Tensor = y_BHTE
         return result
-    share_BHT = (log_sums_BHT.float() - sinks_H.float()[:, None]).sigmoid()
+    share_BHT = (more.lse.float() - sinks_H.float()[:, None]).sigmoid()
     weighted: Tensor = y_BHTE * share_BHT.unsqueeze(-1).to(y_BHTE.dtype)
     return weighted
 

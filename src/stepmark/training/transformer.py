@@ -291,7 +291,7 @@ class Transformer(nn.Module):
         width = self.rotary_widths[index]
         if not width:
             return None, None
-        tables = self.tables[width]
+        tables: Any = self.tables[width]
         return tables.cos_TD, tables.sin_TD
 
     def tie(self) -> None:
