@@ -450,7 +450,12 @@ def test_lightning(length: int) -> None:
     theirs = MiniMaxLightningAttention(config, layer_idx=1)
     theirs.norm.variance_epsilon = EPS
     ours = Lightning(model, 1, layer)
-    names = {"qkv": "qkv_proj", "gate": "output_gate", "gate_norm": "norm", "out": "out_proj"}
+    names = {
+        "scan_in": "qkv_proj",
+        "gate": "output_gate",
+        "gate_norm": "norm",
+        "out": "out_proj",
+    }
     with torch.no_grad():
         for name, reference_name in names.items():
             weight = theirs.get_parameter(f"{reference_name}.weight").add_(0.1)

@@ -54,6 +54,7 @@ PARTS = {
     "layer.window": "sliding windows",
     "layer.chunk": "attention in chunks",
     "layer.has_rope": "layers without rotary positions",
+    "layer.has_indexer": "layers that share an indexer's keys",
     "layer.num_heads": "layers with another number of heads",
     "layer.num_kv_heads": "layers with another number of KV heads",
     "layer.head_dim": "layers with another width of heads",
@@ -80,7 +81,7 @@ UNDIVIDED = frozenset(
 # refused by every kind of step (model/parallel.py).
 OF_ALL_KEYS = frozenset({"has_sinks", "softcap"})
 # Parts that the step does not have.
-LACKING = frozenset({"num_mtp_layers", "mla.indexer"})
+LACKING = frozenset({"num_mtp_layers", "mla.indexer", "layer.has_indexer"})
 
 
 def parts(model: ModelConfig, among: Collection[str]) -> list[str]:

@@ -258,7 +258,7 @@ def _unit(x: Tensor) -> Tensor:
 class Lightning(nn.Module):
     """Lightning attention: out(norm(scan(silu(q, k, v))) * sigmoid(gate)).
 
-    Rows of qkv: per head its query, its key, its value. The decay of a head is a constant,
+    Rows of scan_in: per head its query, its key, its value. The decay of a head is a constant,
     which shrinks from head to head and from layer to layer (MiniMax-01, arXiv:2501.08313).
     """
 
@@ -267,13 +267,13 @@ class Lightning(nn.Module):
         linears = linear_layers(model, layer, "attention.")
         self.num_heads = model.num_heads
         self.depth = index / (model.num_layers - 1 + 1e-5)
-        self.qkv = linears["qkv"]
+        self.scan_in = linears["scan_in"]
         self.gate = linears["gate"]
         self.gate_norm = Norm("rmsnorm", model.num_heads * model.head_dim)
         self.out = linears["out"]
 
     def forward(self, x_BTC: Tensor, *_tables: Tensor | None) -> Tensor:
-        qkv = functional.silu(self.qkv(x_BTC)).unflatten(-1, (self.num_heads, 3, -1))
+        qkv = functional.silu(self.scan_in(x_BTC)).unflatten(-1, (self.num_heads, 3, -1))
         q, k, v = qkv.unbind(-2)
         heads_H = torch.arange(1, self.num_heads + 1, device=x_BTC.device)
         slopes_H = 2 ** (-8 / self.num_heads * heads_H) * (1 - self.depth + 1e-5)

@@ -153,7 +153,7 @@ class Block(nn.Module):
         placement = model.norm_placement
         has_after = placement == "both"
         self.has_norms_before = placement != "post"
-        self.shares_norm = placement == "shared"
+        self.shares_norm = placement == "shared" and bool(layer.mixer)
         self.is_parallel = model.is_parallel
         self.multiplier = model.residual_multiplier
         self.attention_norm = norm() if layer.mixer else None
