@@ -7,6 +7,7 @@ import pytest
 from stepmark.cli.main import status
 from stepmark.model.model_tables import find_model, load_models
 from stepmark.training.model_refusals import CONFIGS, LACKING, PARTS, RUN, parts
+from stepmark.training.scores import all_scores
 
 
 def test_every_field_of_a_model_is_run_or_has_a_name() -> None:
@@ -29,12 +30,32 @@ def test_the_parts_of_a_model_are_named_once() -> None:
     assert len(words) == len(set(words))
 
 
-def test_a_model_that_the_step_lacks_is_refused_by_name(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("deepseek-v3.2", "DeepSeek's indexer: train cannot run them"),
+        ("gemma-3-1b --attention flash", "it must be auto or math, since gemma-3-1b@tiny has"),
+        ("gpt-oss-20b --attention efficient", "--attention efficient is invalid"),
+        ("gemma-3-1b --cp 2", "has sliding windows or chunks"),
+        ("qwen3-next-80b-a3b --cp 2", "has layers that carry a state"),
+        ("gpt-oss-20b --tp 2", "--tp 2 is invalid: it must be 1"),
+    ],
+)
+def test_what_the_step_lacks_is_refused_by_name(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["train", "deepseek-v3.2", "--scale", "tiny", "--device", "cpu", "--nproc", "1"]
-    assert status([*argv, "--dry-run"]) == 2
-    assert "DeepSeek's indexer: train cannot run them" in capsys.readouterr().err
+    argv = ["train", *words.split(), "--scale", "tiny", "--device", "cpu", "--nproc", "4"]
+    assert status([*argv, "--strategy", "fsdp", "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_windows_as_long_as_the_sequence_are_none() -> None:
+    model = replace(find_model("gemma-3-1b"), seq_len=512)
+    assert all(scores.is_plain for scores in all_scores(model))
+    longer = replace(model, seq_len=513)
+    assert [scores.window for scores in all_scores(longer)] == [512, 0]
 
 
 def test_modules_of_multi_token_prediction_are_refused() -> None:

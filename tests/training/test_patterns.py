@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.training.curves import spread
 from tests.training.models import assert_parameters, batch, made
 from torch import Tensor
 
 from stepmark.model.layers import DeltaConfig, Layer, MambaConfig, MoeConfig
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model, load_models
+from stepmark.step_memory.memory import estimate
 from stepmark.training.masked_attention import by_flex, by_products, is_visible
 from stepmark.training.model_refusals import LACKING, PARTS, parts
 from stepmark.training.scans import CausalConv, decayed_scan, delta_scan
@@ -106,6 +108,11 @@ def test_parameters_are_those_of_the_tree_and_of_the_count(name: str) -> None:
     assert_parameters(model)
     weights = made(model).parameters()
     assert sum(weight.numel() for weight in weights) == model.num_params
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_memory_of_a_step_is_derived(name: str) -> None:
+    assert estimate(spread(MODELS[name], "none")).allocated_bytes > 4 * MODELS[name].num_params
 
 
 @pytest.mark.parametrize("name", ["caps", "gemma-3-1b", "llama-4-scout", "states or experts"])
