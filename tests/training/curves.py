@@ -122,6 +122,11 @@ CASES = {
     "ddp, gpt-oss": spread(GPT_OSS, "ddp", dp_replicate=4),
     "fsdp, gemma": spread(GEMMA, "fsdp", dp_shard=4),
     "fsdp, states": spread(QWEN_NEXT, "fsdp", dp_shard=4),
+    "ddp, later tokens": spread(replace(SHORT, num_mtp_layers=2), "ddp", dp_replicate=4),
+    "fsdp, later tokens": spread(replace(SHORT, num_mtp_layers=2), "fsdp", dp_shard=4),
+    "fsdp, later tokens, tied": spread(
+        replace(SHORT, num_mtp_layers=1, tied_embeddings=True), "fsdp", dp_shard=4
+    ),
     "tp, gemma": spread(GEMMA, "fsdp", tp=2, dp_shard=2),
     "tp, parallel parts": spread(PARALLEL, "fsdp", tp=2, dp_shard=2),
     "tp, norms after": spread(replace(PARALLEL, **AFTER), "fsdp", tp=2, dp_shard=2),

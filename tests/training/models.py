@@ -62,11 +62,12 @@ def assert_parameters(model: ModelConfig) -> None:
         real = [(key, tuple(one.shape)) for key, one in Transformer(model).named_parameters()]
     expected: list[tuple[str, tuple[int, ...]]] = []
     for unit in build(model, ShardLayout(), Inputs(mbs=1, seq_len=64)).inside:
-        base = int(unit.name.rpartition(".")[2]) if unit.name.startswith("blocks") else 0
+        kind, _, first = unit.name.rpartition(".")
         for index in range(unit.times):
-            prefix = f"blocks.{base + index}." if unit.name.startswith("blocks") else ""
+            prefix = f"{kind}.{int(first) + index}." if kind else ""
             expected += [(prefix + one.name, one.shape) for one in unit.all_params]
     if model.tied_embeddings:
         assert expected.pop()[0] == "output.head.weight"
     assert sorted(expected) == sorted(real)
-    assert expected == real or parts(model, ("has_sinks", "layer.mixer", "norm_placement"))
+    later = ("has_sinks", "layer.mixer", "norm_placement", "num_mtp_layers")
+    assert expected == real or parts(model, later)

@@ -3,11 +3,15 @@
 from dataclasses import fields, replace
 
 import pytest
+from tests.training.curves import spread
 
 from stepmark.cli.main import status
+from stepmark.ground.errors import ConfigError
 from stepmark.model.model_tables import find_model, load_models
 from stepmark.training.model_refusals import CONFIGS, LACKING, PARTS, RUN, parts
 from stepmark.training.scores import all_scores
+from stepmark.training.train_options import TrainOptions
+from stepmark.training.train_refusals import check
 
 
 def test_every_field_of_a_model_is_run_or_has_a_name() -> None:
@@ -58,6 +62,9 @@ def test_windows_as_long_as_the_sequence_are_none() -> None:
     assert [scores.window for scores in all_scores(longer)] == [512, 0]
 
 
-def test_modules_of_multi_token_prediction_are_refused() -> None:
-    model = replace(find_model("llama-3.1-8b"), num_mtp_layers=1)
-    assert parts(model, LACKING) == ["multi-token prediction"]
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
+def test_later_tokens_are_predicted_on_whole_ranks(axis: str) -> None:
+    model = replace(find_model("llama-2-7b").tiny(), num_mtp_layers=1)
+    words = f"^{axis} 2 is invalid: it must be 1, since .* has multi-token prediction"
+    with pytest.raises(ConfigError, match=words):
+        check(spread(model, "fsdp", dp_shard=2, **{axis: 2}), TrainOptions())

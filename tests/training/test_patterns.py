@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.training.curves import spread
 from tests.training.models import assert_parameters, batch, made
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from stepmark.model.layers import DeltaConfig, Layer, MambaConfig, MoeConfig
 from stepmark.model.model import ModelConfig
@@ -23,6 +24,7 @@ from stepmark.training.masked_attention import by_flex, by_products, is_visible
 from stepmark.training.model_refusals import LACKING, PARTS, parts
 from stepmark.training.scans import CausalConv, decayed_scan, delta_scan
 from stepmark.training.scores import Scores
+from stepmark.training.transformer import Block, Transformer
 
 BUILT_IN = {
     name: model.tiny()
@@ -74,6 +76,7 @@ OTHERS = {
     "caps": of_llama(
         Layer(chunk=12), softcap=5.0, logit_softcap=8.0, biases=("head", "out", "mlp")
     ),
+    "two tokens more": of_llama(num_mtp_layers=2),
     "silu, one norm": of_llama(
         norm_placement="shared", is_parallel=True, norm="layernorm_no_bias", activation="silu"
     ),
@@ -132,6 +135,50 @@ def test_a_loss_in_chunks_is_that_of_adapted_logits() -> None:
     tokens_BT, labels_BT = batch(model)
     losses = [made(model, loss_chunks=count)(tokens_BT, labels_BT) for count in (1, 4)]
     torch.testing.assert_close(*losses)
+
+
+def test_later_tokens_are_predicted_from_all_before_them() -> None:
+    """A module sees the next token, and its label is the one after it."""
+    model = replace(OTHERS["two tokens more"], num_mtp_layers=1)
+    transformer = made(model)
+    tokens_BT, labels_BT = batch(model)
+    with torch.no_grad():
+        for weight in transformer.mtp.parameters():
+            weight.mul_(20)
+        loss = transformer(tokens_BT, labels_BT)
+        plain = loss_of_next_tokens(transformer, tokens_BT, labels_BT)
+        assert transformer.embedding is not None
+        assert transformer.output is not None
+        h_BTC = hidden(transformer, tokens_BT)
+        following_BT = torch.cat((tokens_BT[:, 1:], tokens_BT[:, :1] * 0), dim=1)
+        module: Any = transformer.mtp["0"]
+        joined = torch.cat(
+            (
+                module.hidden_norm(h_BTC),
+                module.embedding_norm(transformer.embedding(following_BT)),
+            ),
+            dim=-1,
+        )
+        tables = transformer.rotary_tables("1")
+        last_BTC = module.norm(Block.forward(module, module.projection(joined), *tables))
+        logits_BTV = transformer.output.head(last_BTC)
+        later = cross_entropy(logits_BTV[:, :-2].flatten(0, 1), tokens_BT[:, 2:].flatten())
+    torch.testing.assert_close(loss, plain + 0.3 * later)
+
+
+def hidden(transformer: Transformer, tokens_BT: Tensor) -> Tensor:
+    assert transformer.embedding is not None
+    x_BTC: Tensor = transformer.embedding(tokens_BT)
+    for index, block in transformer.blocks.items():
+        x_BTC = block(x_BTC, *transformer.rotary_tables(index))
+    return x_BTC
+
+
+def loss_of_next_tokens(
+    transformer: Transformer, tokens_BT: Tensor, labels_BT: Tensor
+) -> Tensor:
+    logits_BTV = transformer(tokens_BT)
+    return cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=-100)
 
 
 # Masks

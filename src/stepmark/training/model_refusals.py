@@ -74,14 +74,14 @@ UNDIVIDED = frozenset(
     {
         *("gate", "shares_kv", "has_sinks", "embedding_norm", "qk_norm_kind"),
         *("layer.mixer", "layer.ffn", "layer.num_heads", "layer.num_kv_heads"),
-        *("layer.head_dim", "norm"),
+        *("layer.head_dim", "norm", "num_mtp_layers"),
     }
 )
-# Parts of scores that context parallelism does not compute; windows, chunks and states are
-# refused by every kind of step (model/parallel.py).
-OF_ALL_KEYS = frozenset({"has_sinks", "softcap"})
+# Parts that context parallelism does not compute; windows, chunks and states are refused by
+# every kind of step (model/parallel.py).
+OF_ALL_KEYS = frozenset({"has_sinks", "softcap", "num_mtp_layers"})
 # Parts that the step does not have.
-LACKING = frozenset({"num_mtp_layers", "mla.indexer", "layer.has_indexer"})
+LACKING = frozenset({"mla.indexer", "layer.has_indexer"})
 
 
 def parts(model: ModelConfig, among: Collection[str]) -> list[str]:

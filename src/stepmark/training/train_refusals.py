@@ -11,7 +11,7 @@ from stepmark.cases.training import DataParallel, Fp8, Precision, Recompute
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed, plain
 from stepmark.model.ops.matmul import row_multiple
-from stepmark.training.model_refusals import LACKING, OF_ALL_KEYS, UNDIVIDED, parts
+from stepmark.training.model_refusals import LACKING, OF_ALL_KEYS, PARTS, UNDIVIDED, parts
 from stepmark.training.scores import MASKED_KERNELS, all_scores
 from stepmark.training.train_options import TrainOptions, show_blocks
 
@@ -146,6 +146,8 @@ def _pipeline(case: TrainCase) -> Refused:
         yield "pp", pp, f"at most {most}: {has}"
     if model.tied_embeddings:
         yield "pp", pp, f"1, since {model.name} ties its input and output embeddings"
+    if model.num_mtp_layers:  # it needs the table of embeddings on the last stage
+        yield "pp", pp, f"1, since {model.name} has {PARTS['num_mtp_layers']}"
     if parts < stages:
         yield "pp-microbatches", parts, f"at least {stages}, the number of stages"
     if case.mbs % parts:

@@ -188,6 +188,34 @@ class Block(nn.Module):
         return y_BTC if self.multiplier == 1 else y_BTC * self.multiplier
 
 
+class LaterTokens(Block):
+    """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+    A hidden state and the embedding of a later token, each normed, are joined and projected;
+    then come a layer like the model's last and a norm. Table and head are the model's.
+    """
+
+    def __init__(self, model: ModelConfig, attention: str) -> None:
+        super().__init__(model, model.num_layers - 1, attention)
+        projection = model.mtp_projection
+        self.embedding_norm = Norm(model.norm, model.hidden_size)
+        self.hidden_norm = Norm(model.norm, model.hidden_size)
+        self.projection = nn.Linear(projection.width, projection.out, bias=False)
+        self.norm = Norm(model.norm, model.hidden_size)
+
+    def forward(  # type: ignore[override]
+        self,
+        h_BTC: Tensor,
+        later_BTC: Tensor,
+        cos_TD: Tensor | None = None,
+        sin_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden state for the next module, and the head's input."""
+        joined = torch.cat((self.hidden_norm(h_BTC), self.embedding_norm(later_BTC)), dim=-1)
+        h_BTC = super().forward(self.projection(joined), cos_TD, sin_TD)
+        return h_BTC, self.norm(h_BTC)
+
+
 class Output(nn.Module):
     """Last norm and head: logits, or with labels the loss."""
 
@@ -208,9 +236,11 @@ class Output(nn.Module):
             self.summed_loss = functools.partial(summed_loss, adapt=self.adapt_logits)
         self.mean_loss: Loss = mean_loss  # of logits that tensor parallelism may divide
 
-    def forward(self, x_BTC: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTC: Tensor, labels_BT: Tensor | None = None, *, is_normed: bool = False
+    ) -> Tensor:
         """Return logits_BTV, or the mean cross-entropy over labels other than -100, in fp32."""
-        h_BTC: Tensor = self.norm(x_BTC)
+        h_BTC: Tensor = x_BTC if is_normed else self.norm(x_BTC)
         if labels_BT is not None and self.loss_chunks > 1:
             return chunked_loss(
                 self.head,
@@ -259,6 +289,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleDict(
             {str(index): Block(model, index, attention) for index in layers}
         )
+        num_mtp = model.num_mtp_layers if has_output else 0
+        self.mtp = nn.ModuleDict(
+            {str(index): LaterTokens(model, attention) for index in range(num_mtp)}
+        )
         self.output = Output(model, loss_chunks) if has_output else None
         every = model.layers
         self.rotary_widths = {
@@ -278,13 +312,32 @@ class Transformer(nn.Module):
 
         x is tokens_BT where there is an embedding, else x_BTC of the previous stage.
         """
+        tokens_BT = x
         if self.embedding is not None:
             x = self.embedding(x)
         for index, block in self.blocks.items():
             x = block(x, *self.rotary_tables(index))
-        if self.output is not None:
-            x = self.output(x, labels_BT)
-        return x
+        if self.output is None:
+            return x
+        out: Tensor = self.output(x, labels_BT)
+        if labels_BT is not None and self.mtp:
+            out = out + MTP_WEIGHT * self._loss_of_later_tokens(tokens_BT, x, labels_BT)
+        return out
+
+    def _loss_of_later_tokens(
+        self, tokens_BT: Tensor, h_BTC: Tensor, labels_BT: Tensor
+    ) -> Tensor:
+        """Return the mean loss of the modules of multi-token prediction."""
+        assert self.embedding is not None
+        assert self.output is not None
+        losses: list[Tensor] = []
+        tables = self.rotary_tables(str(self.model.num_layers - 1))
+        for module in self.mtp.values():
+            tokens_BT = _next_tokens(tokens_BT, 0)
+            labels_BT = _next_tokens(labels_BT, IGNORED)
+            h_BTC, normed_BTC = module(h_BTC, self.embedding(tokens_BT), *tables)
+            losses.append(self.output(normed_BTC, labels_BT, is_normed=True))
+        return torch.stack(losses).mean()
 
     def rotary_tables(self, index: str) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return the tables of a block; None where it does not rotate."""
@@ -313,6 +366,13 @@ def _check(model: ModelConfig, layers: range, attention: str, loss_chunks: int) 
 
 
 IGNORED = -100  # label of a token that does not count
+MTP_WEIGHT = 0.3  # DeepSeek-V3's for its first 10 trillion tokens (section 4.2)
+
+
+def _next_tokens(tokens_BT: Tensor, last: int) -> Tensor:
+    """Return what follows each token; nothing follows the last."""
+    return torch.cat((tokens_BT[:, 1:], torch.full_like(tokens_BT[:, :1], last)), dim=1)
+
 
 # (head, x_NC, labels_N) -> fp32 sum over the labels that count
 SummedLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
