@@ -309,7 +309,7 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
         ),
         Edit(
             file="training/transformer.py",
-            before="        self.summed_loss = summed_loss\n",
+            before="        self.summed_loss: SummedLoss = summed_loss\n",
             text="        self.label_smoothing = 0.0\n",
         ),
         Edit(

@@ -38,6 +38,32 @@ SHORT, SHORT_GPT2 = small("llama-3.1-8b", 2), small("gpt2-125m", 2)
 QWEN3, DEEPSEEK = small("qwen3-8b", 2), small("deepseek-v2-lite", 2)
 
 
+def windowed(name: str) -> ModelConfig:
+    """Windows and chunks are shorter than the sequence."""
+    model = small(name, 2)
+    layers = (replace(layer, window=min(layer.window, 4)) for layer in model.pattern)
+    return replace(model, pattern=tuple(layers))
+
+
+# Windows, norms on both sides and scaled embeddings; sinks and biases of experts; gates and
+# states; and what blocks of other families have: shared norms, parallel parts, chunks, caps.
+GEMMA, GPT_OSS = windowed("gemma-3-1b"), windowed("gpt-oss-20b")
+QWEN_NEXT = small("qwen3-next-80b-a3b", 2)
+PARALLEL = replace(
+    SHORT,
+    activation="relu2",
+    norm_placement="shared",
+    is_parallel=True,
+    biases=("out", "mlp", "head"),
+    rotary_dim=8,
+    residual_multiplier=0.5,
+    logit_multiplier=3.0,
+    logit_softcap=5.0,
+)
+AFTER: dict[str, Any] = {"norm_placement": "post", "is_parallel": False}
+GATED = replace(SHORT, gate="element", norm_placement="post", attention_scale=0.3)
+
+
 def case(model: ModelConfig, **values: Any) -> TrainCase:
     return TrainCase(
         model=model, device="cpu", backend="gloo", precision=Precision.FP32, lr=3e-3, **values
@@ -93,6 +119,20 @@ CASES = {
     "ep": spread(MIXTRAL, "fsdp", ep=4, dp_shard=4),
     "ep x fsdp": spread(MIXTRAL, "fsdp", ep=2, dp_shard=4),
     "ep x hsdp": spread(MIXTRAL, "fsdp", ep=2, dp_replicate=2, dp_shard=2),
+    "ddp, gpt-oss": spread(GPT_OSS, "ddp", dp_replicate=4),
+    "fsdp, gemma": spread(GEMMA, "fsdp", dp_shard=4),
+    "fsdp, states": spread(QWEN_NEXT, "fsdp", dp_shard=4),
+    "ddp, later tokens": spread(replace(SHORT, num_mtp_layers=2), "ddp", dp_replicate=4),
+    "fsdp, later tokens": spread(replace(SHORT, num_mtp_layers=2), "fsdp", dp_shard=4),
+    "fsdp, later tokens, tied": spread(
+        replace(SHORT, num_mtp_layers=1, tied_embeddings=True), "fsdp", dp_shard=4
+    ),
+    "tp, gemma": spread(GEMMA, "fsdp", tp=2, dp_shard=2),
+    "tp, parallel parts": spread(PARALLEL, "fsdp", tp=2, dp_shard=2),
+    "tp, norms after": spread(replace(PARALLEL, **AFTER), "fsdp", tp=2, dp_shard=2),
+    "pp, states": spread(QWEN_NEXT, "fsdp", pp=2, dp_shard=2),
+    "cp, gates": spread(GATED, "ddp", cp=4),
+    "ep, gpt-oss": spread(GPT_OSS, "fsdp", ep=2, dp_shard=4),
     "ep, mla": spread(DEEPSEEK, "fsdp", ep=2, dp_shard=4),
     "cp": spread(SHORT, "ddp", cp=4),
     "cp, learned positions": spread(SHORT_GPT2, "ddp", cp=4),

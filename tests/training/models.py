@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 
 from stepmark.model.model import ModelConfig
+from stepmark.step.layout import Inputs, ShardLayout
+from stepmark.step.tree import build
+from stepmark.training.model_refusals import parts
 from stepmark.training.transformer import Transformer, init_weights, tie
 
 
@@ -47,3 +50,24 @@ def gradients(transformer: Transformer) -> dict[str, Tensor]:
 def apart(got: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     return float((got - expected).norm() / expected.norm())
+
+
+def assert_parameters(model: ModelConfig) -> None:
+    """Names and shapes of the step's parameters are those of the module tree.
+
+    So is the order of registration, but for what torch registers first: vectors of a module
+    before the modules in it, and norms before the part that they follow.
+    """
+    with torch.device("meta"):
+        real = [(key, tuple(one.shape)) for key, one in Transformer(model).named_parameters()]
+    expected: list[tuple[str, tuple[int, ...]]] = []
+    for unit in build(model, ShardLayout(), Inputs(mbs=1, seq_len=64)).inside:
+        kind, _, first = unit.name.rpartition(".")
+        for index in range(unit.times):
+            prefix = f"{kind}.{int(first) + index}." if kind else ""
+            expected += [(prefix + one.name, one.shape) for one in unit.all_params]
+    if model.tied_embeddings:
+        assert expected.pop()[0] == "output.head.weight"
+    assert sorted(expected) == sorted(real)
+    later = ("has_sinks", "layer.mixer", "norm_placement", "num_mtp_layers")
+    assert expected == real or parts(model, later)

@@ -39,9 +39,8 @@ def forward(built: Transformer, model: ModelConfig) -> None:
     """Run the blocks."""
     assert built.embedding is not None
     x_BTC = built.embedding(torch.zeros((MBS, model.seq_len), dtype=torch.int64))
-    tables = [built.cos_TD, built.sin_TD] if not model.max_positions else [None, None]
-    for block in built.blocks.values():
-        x_BTC = block(x_BTC, *tables)
+    for index, block in built.blocks.items():
+        x_BTC = block(x_BTC, *built.rotary_tables(index))
 
 
 def kept_by_blocks(model: ModelConfig) -> int:

@@ -43,6 +43,7 @@ COMBINED = (
     ),
     *("cp", "cp, learned positions", "cp, qk norm", "cp x fsdp", "cp x hsdp", "cp, experts"),
     *("cp x ep", "cp x pp", "ep, mla"),
+    *("fsdp, states", "tp, norms after", "tp, parallel parts"),
     *("fsdp", "fsdp, groups", "pp x tp", "cp x tp", "cp x ep, mla"),
 )
 NAMES = slowly(list(CASES), COMBINED)

@@ -117,6 +117,7 @@ def test_roles_of_modules_are_those_of_the_tree(name: str) -> None:
         role_of_call(path, "", "aten::linear", is_gated=is_gated)
         for path, module in marked_modules(real)
         if not list(module.children()) and not path.endswith(".held")
+        if not path.startswith(("tables", "mtp"))
     }
     job = Job(model=model, mbs=1, gbs=1)
     expected = {

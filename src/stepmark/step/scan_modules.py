@@ -106,13 +106,14 @@ class ScanModules:
         width = scan_width(model, self.layer)
         size = self.tokens * width // self.tp * self.inputs.plain_dtype.itemsize
         flops = self.tokens * scan_flops(model, self.layer) // self.tp
-        return self._module(
+        scan = self._module(
             name,
             Kernel(name=kind + _SCAN, flops=flops, bytes_moved=size),
             Kernel(name=f"{kind}{_SCAN}_backward", flops=2 * flops, bytes_moved=2 * size),
             self._params(*(f"attention.{vector}" for vector in vectors)),
             width,
         )
+        return replace(scan, is_module=False)
 
     def _gated_norm(self, name: str, width: int, num_heads: int) -> Module:
         """Return norm(x) * silu(z), as a norm that reads z, too; backward its gradient."""

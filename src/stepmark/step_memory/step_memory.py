@@ -275,7 +275,7 @@ class StepMemory:
                 return [block, log_softmax]
             self.heap.free(fp32, block)
             return [log_softmax]
-        (head,) = unit.weights[1]
+        head = unit.weights[1][0]
         grad_input = self.heap.allocate(self._tokens * self._row_bytes, "head")
         total: Block | None = None
         for _ in range(2):
@@ -343,7 +343,7 @@ class StepMemory:
                 self.heap.free(grads[0], *last)
                 last = [self.heap.allocate(self._formats.itemsize * logits, "head")]
                 self.heap.free(grads[1])
-            (head,) = unit.weights[1]
+            head, *biases = unit.weights[1]
             if head.is_fp8 and self._formats.is_head_compiled:  # and transposed
                 fp8 = [self.heap.allocate(logits, "head") for _ in range(2)]
                 self.heap.free(*last)
@@ -353,6 +353,7 @@ class StepMemory:
             new = self._allocate_rows(self._row_bytes)
             self.heap.free(*last)
             self._add_grad(head, product)
+            self._add_grads(biases)
         grad = self._allocate_rows(unit.leaves[0].input_grad)
         self._add_grads(unit.weights[0])
         self.heap.free(new, *(block for blocks in kept for block in blocks))
@@ -394,7 +395,7 @@ class StepMemory:
             cast = self._allocate_rows(hidden * FP32)
             self.heap.free(grad)
             grad = cast
-        for table in reversed([weight for weights in unit.weights for weight in weights]):
+        for table in reversed(unit.all_weights):
             new = self.heap.allocate(self._formats.grad_itemsize * table.numel, "gradients")
             if tokens > _FEW_LOOKUPS and table is unit.weights[0][0]:
                 segments = tokens // _LOOKUPS_PER_SEGMENT

@@ -1,10 +1,12 @@
 """Training steps on ranks, with torch: `stepmark train`.
 
-- train_options.py, train_plan.py, train_refusals.py: options, cases, and what cannot run.
+- train_options.py, train_plan.py, train_refusals.py, model_refusals.py: options, cases,
+  and what cannot run.
 - framework_options.py, framework_table.py: a framework's file as options of a step.
 - remedies.py: options with which a step fits in memory.
 - train.py: the verb.
-- transformer.py, attention.py, layers.py, fp8_bias.py, triton_kernels.py: the decoder.
+- transformer.py, layers.py, fp8_bias.py, triton_kernels.py: the decoder.
+- attention.py, masked_attention.py, scores.py, scans.py: mixers of tokens.
 - parallelize.py, model_parallel.py, precision.py: a model on ranks, and its number formats.
 - trainer.py, optimizer.py, data.py: one step.
 - bench.py, loop.py, profiling.py, messages.py, results.py: measure steps.

@@ -16,9 +16,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalVariant
 
-from stepmark.model.layers import MlaConfig
+from stepmark.model.layers import DENSE, Layer, MlaConfig
 from stepmark.model.model import ModelConfig
-from stepmark.training.layers import Norm
+from stepmark.training.layers import Norm, linear_layers
+from stepmark.training.masked_attention import masked_attention
+from stepmark.training.scores import scores_of
 
 ROPE_BASE = 500_000.0  # Llama 3's
 
@@ -31,8 +33,8 @@ KERNELS = {
 }
 _WIDEST = 256  # head that the flash kernel takes
 
-# (q_BTHD, k_BTKD, v_BTKE, name of a kernel) -> y_BTHE, causal
-Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+# (q_BTHD, k_BTKD, v_BTKE, name of a kernel, scale) -> y_BTHE, causal
+Attend = Callable[[Tensor, Tensor, Tensor, str, float | None], Tensor]
 
 
 def rope_tables(num_positions: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -45,9 +47,15 @@ def rope_tables(num_positions: int, width: int, device: torch.device) -> tuple[T
 
 
 def rotate(x_BTxD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate x by its position in dimension 1, in fp32; any dimensions between T and D."""
+    """Rotate x by its position in dimension 1, in fp32; any dimensions between T and D.
+
+    Tables that are narrower than x rotate its first part.
+    """
     num_tokens = x_BTxD.shape[1]
-    width = x_BTxD.shape[-1]
+    width = cos_TD.shape[-1]
+    if width < x_BTxD.shape[-1]:
+        rotated, rest = x_BTxD.split((width, x_BTxD.shape[-1] - width), dim=-1)
+        return torch.cat((rotate(rotated, cos_TD, sin_TD), rest), dim=-1)
     shape = (num_tokens, *(1,) * (x_BTxD.dim() - 3), width)
     cos = cos_TD[:num_tokens].view(shape)
     sin = sin_TD[:num_tokens].view(shape)
@@ -56,10 +64,18 @@ def rotate(x_BTxD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x_BTxD.dtype)
 
 
-def causal_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str) -> Tensor:
-    """Return softmax(q @ k.T / sqrt(D), causal) @ v as y_BTHE, by the kernel of that name.
+def _rotated(x_BTxD: Tensor, cos_TD: Tensor | None, sin_TD: Tensor | None) -> Tensor:
+    """Return x rotated, or as it is where the layer has no rotary positions."""
+    return x_BTxD if cos_TD is None or sin_TD is None else rotate(x_BTxD, cos_TD, sin_TD)
 
-    The last query is aligned with the last key: fewer queries than keys are the last ones.
+
+def causal_attention(
+    q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str, scale: float | None = None
+) -> Tensor:
+    """Return softmax(scale q @ k.T, causal) @ v as y_BTHE, by the kernel of that name.
+
+    scale: None is 1 / sqrt(D). The last query is aligned with the last key: fewer queries
+    than keys are the last ones.
     """
     q = q_BTHD.transpose(1, 2)
     k = k_BSKD.transpose(1, 2)
@@ -73,7 +89,7 @@ def causal_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str
     if "flash" in (kernel, prefix) and width < q.shape[-1]:  # it supports one width only
         v = functional.pad(v, (0, q.shape[-1] - width))
     if prefix:
-        return _attend_prefix(q, k, v, prefix)[..., :width].transpose(1, 2)
+        return _attend_prefix(q, k, v, prefix, scale)[..., :width].transpose(1, 2)
     is_square = q.shape[2] == k.shape[2]
     backend = KERNELS[kernel]
     with nullcontext() if backend is None else sdpa_kernel(backend):
@@ -81,6 +97,7 @@ def causal_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str
             *(q, k, v),
             attn_mask=None if is_square else _aligned_last(q, k),
             is_causal=is_square,
+            scale=scale,
             enable_gqa=is_grouped,
         )
     return y[..., :width].transpose(1, 2)
@@ -101,10 +118,12 @@ def prefix_kernel(q: Tensor, v: Tensor, kernel: str) -> str:
     return "flash" if takes and kernel in ("auto", "flash") else ""
 
 
-def _attend_prefix(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, kernel: str) -> Tensor:
+def _attend_prefix(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, kernel: str, scale: float | None = None
+) -> Tensor:
     if kernel == "flash":
         y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-            q_BHTD, k_BKSD, v_BKSE, is_causal=True
+            q_BHTD, k_BKSD, v_BKSE, is_causal=True, scale=scale
         )[0]
         return y
     q, k, v = (x.transpose(1, 2) for x in (q_BHTD, k_BKSD, v_BKSE))
@@ -118,6 +137,7 @@ def _attend_prefix(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, kernel: str) 
         dropout_p=0.0,
         custom_mask_type=int(CausalVariant.LOWER_RIGHT),
         compute_log_sumexp=True,
+        scale=scale,
     )[0]
     return y.transpose(1, 2)
 
@@ -171,52 +191,98 @@ _split: Callable[[Tensor, tuple[int, ...], int], tuple[Tensor, ...]] = _Split.ap
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Rows of qkv: per KV head its G queries, its key, its value."""
+    """Grouped-query attention.
 
-    def __init__(self, model: ModelConfig, kernel: str) -> None:
+    Rows of qkv: per KV head its G queries, the gates of their elements, its key, its value.
+    """
+
+    def __init__(self, model: ModelConfig, layer: Layer, kernel: str) -> None:
         super().__init__()
+        self.add_attention(model, layer, kernel)
+
+    def add_attention(self, model: ModelConfig, layer: Layer, kernel: str) -> None:
+        """model: with the widths of the layer."""
         self.kernel = kernel
+        self.scores = scores_of(model, layer)
         self.attend: Attend = causal_attention  # replaced under context parallelism
         self.joins_gradients = False  # True pays off where qkv's gradient is cast to FP8
         self.head_dim = model.head_dim
-        self.group_size = model.num_heads // model.num_kv_heads
-        width = model.num_heads * model.head_dim
-        rows = width + 2 * model.num_kv_heads * model.head_dim
-        biases = {linear.name: linear.has_bias for linear in model.linears()}
-        self.qkv = nn.Linear(model.hidden_size, rows, bias=biases["attention.qkv"])
-        self.q_norm = Norm("rmsnorm", model.head_dim) if model.qk_norm else None
-        self.k_norm = Norm("rmsnorm", model.head_dim) if model.qk_norm else None
-        self.out = nn.Linear(width, model.hidden_size, bias=biases["attention.out"])
+        group = model.num_heads // model.num_kv_heads
+        gates = group if model.gate == "element" else 0
+        self.row_heads = (group, gates, 1, 0 if model.shares_kv else 1)
+        linears = linear_layers(model, layer, "attention.")
+        self.qkv = linears["qkv"]
+        self.gate = linears.get("gate")
+        self.q_norm = _head_norm(model, model.num_heads)
+        self.k_norm = _head_norm(model, model.num_kv_heads)
+        self.sinks = nn.Parameter(torch.empty(model.num_heads)) if model.has_sinks else None
+        self.out = linears["out"]
 
     def forward(
         self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None
     ) -> Tensor:
-        # The number of heads is inferred: under tensor parallelism it is this rank's.
-        heads = (-1, self.group_size + 2, self.head_dim)
-        qkv = self.qkv(x_BTC).unflatten(-1, heads)
-        sizes = (self.group_size, 1, 1)
-        parts = split_joined(qkv, sizes, -2) if self.joins_gradients else qkv.split(sizes, -2)
-        q_BTKGD, k_BTKD, v_BTKD = parts
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTKGD = self.q_norm(q_BTKGD)
-            k_BTKD = self.k_norm(k_BTKD)
-        if cos_TD is not None and sin_TD is not None:
-            q_BTKGD = rotate(q_BTKGD, cos_TD, sin_TD)
-            k_BTKD = rotate(k_BTKD, cos_TD, sin_TD)
-        y_BTHD = self.attend(
-            q_BTKGD.flatten(2, 3), k_BTKD.flatten(2, 3), v_BTKD.flatten(2, 3), self.kernel
-        )
+        return self.attended(x_BTC, cos_TD, sin_TD)
+
+    def attended(
+        self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None
+    ) -> Tensor:
+        q_BTKGD, gate_BTKGD, k_BTKD, v_BTKD = self._projected(x_BTC)
+        q_BTKGD = _normed(self.q_norm, q_BTKGD)
+        k_BTKD = _normed(self.k_norm, k_BTKD)
+        q_BTKGD = _rotated(q_BTKGD, cos_TD, sin_TD)
+        k_BTKD = _rotated(k_BTKD, cos_TD, sin_TD)
+        q, k, v = (part.flatten(2, 3) for part in (q_BTKGD, k_BTKD, v_BTKD))
+        if self.scores.is_plain:
+            y_BTHD = self.attend(q, k, v, self.kernel, self.scores.scale)
+        else:
+            y_BTHD = masked_attention(q, k, v, self.scores, self.sinks, self.kernel)
+        if gate_BTKGD is not None:
+            y_BTHD = y_BTHD * gate_BTKGD.flatten(2, 3).sigmoid()
+        if self.gate is not None:
+            y_BTHD = y_BTHD * self.gate(x_BTC).sigmoid().unsqueeze(-1)
         out_BTC: Tensor = self.out(y_BTHD.flatten(2))
         return out_BTC
+
+    def _projected(self, x_BTC: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Return queries, gates, keys and values; without values of their own the keys."""
+        # The number of heads is inferred: under tensor parallelism it is this rank's.
+        heads = (-1, sum(self.row_heads), self.head_dim)
+        qkv = self.qkv(x_BTC).unflatten(-1, heads)
+        sizes = tuple(filter(None, self.row_heads))
+        parts = split_joined(qkv, sizes, -2) if self.joins_gradients else qkv.split(sizes, -2)
+        has_gates = self.row_heads[1] > 0
+        key = 2 if has_gates else 1
+        return parts[0], parts[1] if has_gates else None, parts[key], parts[-1]
+
+
+def _head_norm(model: ModelConfig, num_heads: int) -> Norm | None:
+    """Return the norm of queries or keys: over a head, or over all heads together."""
+    if not model.qk_norm:
+        return None
+    if model.qk_norm_kind == "unit":
+        return Norm("unit", model.head_dim)
+    is_whole = model.qk_norm_kind == "all"
+    return Norm("rmsnorm", model.head_dim * (num_heads if is_whole else 1))
+
+
+def _normed(norm: Norm | None, x_BTxD: Tensor) -> Tensor:
+    if norm is None:
+        return x_BTxD
+    is_whole = norm.weight is not None and len(norm.weight) > x_BTxD.shape[-1]
+    y: Tensor = norm(x_BTxD.flatten(2)).view_as(x_BTxD) if is_whole else norm(x_BTxD)
+    return y
 
 
 class LatentAttention(nn.Module):
     """Keys and values are projected up from a latent; one rotary key serves all heads."""
 
-    def __init__(self, model: ModelConfig, mla: MlaConfig, kernel: str) -> None:
+    def __init__(
+        self, model: ModelConfig, mla: MlaConfig, kernel: str, layer: Layer = DENSE
+    ) -> None:
         super().__init__()
         self.mla = mla
         self.kernel = kernel
+        self.scores = scores_of(model, layer)
         self.attend: Attend = causal_attention  # replaced under context parallelism
         hidden = model.hidden_size
         heads = model.num_heads
@@ -233,21 +299,26 @@ class LatentAttention(nn.Module):
         self.kv_up = nn.Linear(mla.kv_lora_rank, kv_width, bias=False)
         self.out = nn.Linear(heads * mla.v_head_dim, hidden, bias=model.attention_bias)
 
-    def forward(self, x_BTC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    def forward(
+        self, x_BTC: Tensor, cos_TR: Tensor | None = None, sin_TR: Tensor | None = None
+    ) -> Tensor:
         nope = self.mla.qk_nope_head_dim
         rope = self.mla.qk_rope_head_dim
         value = self.mla.v_head_dim
         q_BTHD = self.q(x_BTC).unflatten(-1, (-1, nope + rope))
         q_BTHN, q_BTHR = q_BTHD.split((nope, rope), dim=-1)
-        q_BTHD = torch.cat((q_BTHN, rotate(q_BTHR, cos_TR, sin_TR)), dim=-1)
+        q_BTHD = torch.cat((q_BTHN, _rotated(q_BTHR, cos_TR, sin_TR)), dim=-1)
 
         latent_BTL, k_BTR = self.kv_down(x_BTC).split((self.mla.kv_lora_rank, rope), dim=-1)
         kv = self.kv_up(self.kv_norm(latent_BTL)).unflatten(-1, (-1, nope + value))
         k_BTHN, v_BTHE = kv.split((nope, value), dim=-1)
-        k_BT1R = rotate(k_BTR, cos_TR, sin_TR).unsqueeze(2)
+        k_BT1R = _rotated(k_BTR, cos_TR, sin_TR).unsqueeze(2)
         k_BTHD = torch.cat((k_BTHN, k_BT1R.expand(-1, -1, k_BTHN.shape[2], -1)), dim=-1)
 
-        y_BTHE = self.attend(q_BTHD, k_BTHD, v_BTHE, self.kernel)
+        if self.scores.is_plain:
+            y_BTHE = self.attend(q_BTHD, k_BTHD, v_BTHE, self.kernel, self.scores.scale)
+        else:
+            y_BTHE = masked_attention(q_BTHD, k_BTHD, v_BTHE, self.scores, None, self.kernel)
         out_BTC: Tensor = self.out(y_BTHE.flatten(2))
         return out_BTC
 

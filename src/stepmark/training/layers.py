@@ -11,7 +11,7 @@ F width of an expert.
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from stepmark.measuring.environment import HAS_TRITON
 from stepmark.model import model as core_model
-from stepmark.model.layers import MoeConfig
-from stepmark.model.model import Activation, ModelConfig
+from stepmark.model.layers import EXPERTS, Layer, MoeConfig
+from stepmark.model.model import NORM_VECTORS, Activation, ModelConfig
 
 EPS = 1e-5
 
@@ -33,29 +33,45 @@ class Norm(nn.Module):
     Autocast alone would return fp32 and double what the next layer reads.
     """
 
-    def __init__(self, kind: core_model.Norm, width: int) -> None:
+    def __init__(self, kind: core_model.Norm | Literal["unit"], width: int) -> None:
+        """kind: "unit" is an RMSNorm without a weight."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if kind == "layernorm" else None
+        self.is_rms = kind in ("rmsnorm", "unit")
+        num_vectors = NORM_VECTORS.get(kind, 0)
+        self.weight = nn.Parameter(torch.empty(width)) if num_vectors else None
+        self.bias = nn.Parameter(torch.empty(width)) if num_vectors > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         shape = (x.shape[-1],)
         with torch.autocast(x.device.type, enabled=False):
             # Fused kernels take one dtype for all; a mixed call would run in parts.
-            weight = self.weight.to(x.dtype)
-            if self.bias is None:
+            weight = None if self.weight is None else self.weight.to(x.dtype)
+            if self.is_rms:
                 return functional.rms_norm(x, shape, weight, EPS)
-            return functional.layer_norm(x, shape, weight, self.bias.to(x.dtype), EPS)
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return functional.layer_norm(x, shape, weight, bias, EPS)
+
+
+def linear_layers(model: ModelConfig, layer: Layer, prefix: str) -> dict[str, nn.Linear]:
+    """Return the products of a layer that begin with a prefix, by the rest of their names."""
+    return {
+        linear.name.removeprefix(prefix): nn.Linear(
+            linear.width, linear.out, bias=linear.has_bias
+        )
+        for linear in model.linears(layer)
+        if linear.name.startswith(prefix) and not linear.is_routed
+    }
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
+    """down(silu(gate(x)) * up(x)), down(gelu(up(x))), or with another activation."""
 
     def __init__(
         self, hidden_size: int, width: int, *, activation: Activation, bias: bool = False
     ) -> None:
         super().__init__()
-        is_gated = activation == "swiglu"
+        is_gated = activation not in _PLAIN
+        self.activation = activation
         self.settles_gradients = False  # True pays off where they are cast to FP8
         self.gate = nn.Linear(hidden_size, width, bias=bias) if is_gated else None
         self.up = nn.Linear(hidden_size, width, bias=bias)
@@ -63,7 +79,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x) if self.gate is not None else None
-        y: Tensor = self.down(activate(gate, self.up(x), settled=self.settles_gradients))
+        up = self.up(x)
+        y: Tensor = self.down(
+            activate(gate, up, self.activation, settled=self.settles_gradients)
+        )
         return y
 
 
@@ -73,11 +92,29 @@ LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715 * LINEAR
 
 
-def activate(gate: Tensor | None, up: Tensor, *, settled: bool = False) -> Tensor:
-    """Return silu(gate) * up, or where gate is None gelu(up)."""
-    if gate is None:
+# gpt-oss's (arXiv:2508.10925; modeling_gpt_oss.py of transformers 5.23).
+_SLOPE = 1.702
+_LIMIT = 7.0
+
+
+def activate(
+    gate: Tensor | None, up: Tensor, kind: Activation = "swiglu", *, settled: bool = False
+) -> Tensor:
+    """Return the activation of that kind; of up alone, where gate is None, GELU for SwiGLU.
+
+    Gradients are settled for SwiGLU and GELU only.
+    """
+    if gate is None and kind in ("swiglu", "gelu"):
         return _settled_gelu(up) if settled else gelu(up)
-    return _settled_swiglu(gate, up) if settled else functional.silu(gate) * up
+    if gate is None:
+        return _PLAIN[kind](up)
+    if kind == "swiglu":
+        return _settled_swiglu(gate, up) if settled else functional.silu(gate) * up
+    if kind == "geglu":
+        return gelu(gate) * up
+    gate = gate.clamp(max=_LIMIT)
+    up = up.clamp(-_LIMIT, _LIMIT)
+    return (up + 1) * gate * torch.sigmoid(_SLOPE * gate)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -88,6 +125,18 @@ def gelu(x: Tensor) -> Tensor:
     x_fp32 = x.float()
     twice_u = x_fp32 * (LINEAR + CUBIC * x_fp32 * x_fp32)
     return (x_fp32 * torch.sigmoid(twice_u)).to(x.dtype)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu2": _squared_relu,
+}
 
 
 def triton_kernels() -> Any:
@@ -178,8 +227,12 @@ class Dispatch(Protocol):
 class Experts(nn.Module):
     """Each token's top_k experts, weighted by the router's softmax over those top_k.
 
-    router_bias only affects the choice and has no gradient: DeepSeek-V3 updates it by a rule of
-    its own. No token is dropped and no balancing loss is added.
+    With sigmoids the weights are divided by their sum; that of one expert is its own. Experts
+    may be limited to the best groups: by the sum of their two best scores with sigmoids
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), by the best with softmax (DeepSeek-V2,
+    arXiv:2405.04434, section 2.2.2). router_bias only affects the choice and has no gradient:
+    DeepSeek-V3 updates it by a rule of its own. No token is dropped and no balancing loss is
+    added.
     """
 
     def __init__(self, model: ModelConfig, moe: MoeConfig) -> None:
@@ -187,24 +240,33 @@ class Experts(nn.Module):
         hidden = model.hidden_size
         count = moe.num_experts
         self.num_experts = count
+        self.moe = moe
         self.top_k = moe.top_k
         self.dispatch: Dispatch | None = None  # None: all experts are held here
-        self.router = nn.Linear(hidden, count, bias=False)
+        linears = linear_layers(model, EXPERTS, "ffn.")
+        self.router = linears["router"]
         self.router_bias = (
             nn.Parameter(torch.empty(count), requires_grad=False) if moe.router_bias else None
         )
+        self.to_latent = linears.get("to_latent")
         self.held = LocalExperts(model, moe)
+        self.from_latent = linears.get("from_latent")
         self.shared: FeedForward | None = None
         if moe.num_shared_experts:
             self.shared = FeedForward(
-                hidden, moe.shared_ffn_hidden_size, activation=model.activation
+                hidden,
+                moe.shared_ffn_hidden_size,
+                activation=model.activation,
+                bias="mlp" in model.biases,
             )
+        self.shared_weight = linears.get("shared_weight")
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, 1)
         weights_NK, experts_NK = self.route(x_NC)
         order_M, inverse_M, ends_E = sort_by_expert(experts_NK.flatten(), self.num_experts)
-        rows_MC = _spread(x_NC, order_M, inverse_M)
+        routed_NC = x_NC if self.to_latent is None else self.to_latent(x_NC)
+        rows_MC = _spread(routed_NC, order_M, inverse_M)
         if self.dispatch is None:
             rows_MC = self.held(rows_MC, ends_E)
         else:
@@ -213,20 +275,48 @@ class Experts(nn.Module):
         weighted_NKC = y_NKC * weights_NK.to(y_NKC.dtype).unsqueeze(-1)
         # Autocast on a GPU would return fp32, in which experts are no grouped product.
         y_NC: Tensor = weighted_NKC.sum(dim=1, dtype=y_NKC.dtype)
+        if self.from_latent is not None:
+            y_NC = self.from_latent(y_NC)
         if self.shared is not None:
-            y_NC = y_NC + self.shared(x_NC)
+            y_NC = y_NC + self._shared_result(self.shared, x_NC)
         return y_NC.view_as(x_BTC)
+
+    def _shared_result(self, shared: FeedForward, x_NC: Tensor) -> Tensor:
+        y_NC: Tensor = shared(x_NC)
+        if self.shared_weight is not None:
+            y_NC = y_NC * self.shared_weight(x_NC).sigmoid()
+        return y_NC
 
     def route(self, x_NC: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (fp32, with sum 1) and indices of each token's experts, both _NK."""
-        scores_NE = self.router(x_NC).float().softmax(dim=-1)
-        if self.router_bias is None:
+        logits_NE = self.router(x_NC).float()
+        is_sigmoid = self.moe.scoring == "sigmoid"
+        scores_NE = logits_NE.sigmoid() if is_sigmoid else logits_NE.softmax(dim=-1)
+        has_groups = self.moe.top_groups < self.moe.num_groups
+        if self.router_bias is None and not has_groups:
             weights_NK, experts_NK = scores_NE.topk(self.top_k, dim=-1)
         else:
-            biased_NE = scores_NE.detach() + self.router_bias
-            experts_NK = biased_NE.topk(self.top_k, dim=-1).indices
+            choice_NE = scores_NE.detach()
+            if self.router_bias is not None:
+                choice_NE = choice_NE + self.router_bias
+            if has_groups:
+                choice_NE = self._in_best_groups(choice_NE)
+            experts_NK = choice_NE.topk(self.top_k, dim=-1).indices
             weights_NK = scores_NE.gather(1, experts_NK)
+        if is_sigmoid and self.top_k == 1:  # divided by itself it would have no gradient
+            return weights_NK, experts_NK
         return weights_NK / weights_NK.sum(dim=-1, keepdim=True), experts_NK
+
+    def _in_best_groups(self, choice_NE: Tensor) -> Tensor:
+        """Return scores with those outside each token's best groups at minus infinity."""
+        choice_NGE = choice_NE.unflatten(1, (self.moe.num_groups, -1))
+        num_best = min(2, choice_NGE.shape[-1]) if self.moe.scoring == "sigmoid" else 1
+        group_scores_NG = choice_NGE.topk(num_best, dim=-1).values.sum(dim=-1)
+        best_NG = group_scores_NG.topk(self.moe.top_groups, dim=-1).indices
+        is_out_NG = torch.ones_like(group_scores_NG, dtype=torch.bool)
+        is_out_NG = is_out_NG.scatter(1, best_NG, False)
+        limited_NGE: Tensor = choice_NGE.masked_fill(is_out_NG[..., None], float("-inf"))
+        return limited_NGE.flatten(1)
 
 
 class LocalExperts(nn.Module):
@@ -237,17 +327,41 @@ class LocalExperts(nn.Module):
 
     def __init__(self, model: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
-        up = (moe.num_experts, moe.ffn_hidden_size, model.hidden_size)
-        is_gated = model.is_gated
-        self.gate = nn.Parameter(torch.empty(up)) if is_gated else None
-        self.up = nn.Parameter(torch.empty(up))
-        self.down = nn.Parameter(torch.empty(up[0], up[2], up[1]))
+        self.activation = model.activation
+        self.up: nn.Parameter
+        self.down: nn.Parameter
+        self.gate: nn.Parameter | None = None
+        self.gate_bias: nn.Parameter | None = None
+        self.up_bias: nn.Parameter | None = None
+        self.down_bias: nn.Parameter | None = None
+        for linear in model.linears(EXPERTS):
+            if not linear.is_routed:
+                continue
+            name = linear.name.removeprefix("ffn.held.")
+            shape = (moe.num_experts, linear.out, linear.width)
+            setattr(self, name, nn.Parameter(torch.empty(shape)))
+            if linear.has_bias:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.empty(shape[:2])))
 
     def forward(self, rows_MC: Tensor, ends_E: Tensor) -> Tensor:
         """Apply experts to rows sorted by expert, which end at ends_E[e] for expert e."""
-        gate_MF = None if self.gate is None else multiply(rows_MC, self.gate, ends_E)
-        up_MF = multiply(rows_MC, self.up, ends_E)
-        return multiply(activate(gate_MF, up_MF), self.down, ends_E)
+        gate_MF = None
+        if self.gate is not None:
+            gate_MF = _with_bias(multiply(rows_MC, self.gate, ends_E), self.gate_bias, ends_E)
+        up_MF = _with_bias(multiply(rows_MC, self.up, ends_E), self.up_bias, ends_E)
+        inner_MF = activate(gate_MF, up_MF, self.activation)
+        return _with_bias(multiply(inner_MF, self.down, ends_E), self.down_bias, ends_E)
+
+
+def _with_bias(rows_MF: Tensor, bias_EF: Tensor | None, ends_E: Tensor) -> Tensor:
+    """Return rows with the bias of their expert added."""
+    if bias_EF is None:
+        return rows_MF
+    if isinstance(bias_EF, DTensor):
+        bias_EF = bias_EF.to_local()
+    ids_M = torch.arange(len(rows_MF), device=rows_MF.device, dtype=ends_E.dtype)
+    experts_M = torch.searchsorted(ends_E, ids_M, right=True)
+    return rows_MF + bias_EF.to(rows_MF.dtype)[experts_M]
 
 
 def sort_by_expert(experts_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -44,7 +44,7 @@ from stepmark.model.model import ModelConfig
 from stepmark.model.parallel import ParallelConfig, TpPlan
 from stepmark.training.attention import Attention, LatentAttention, causal_attention
 from stepmark.training.layers import Compute, Experts
-from stepmark.training.transformer import IGNORED, Embedding, Transformer
+from stepmark.training.transformer import IGNORED, Embedding, RotaryTables, Transformer
 
 # Outermost first: ranks that communicate most are neighbours.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -279,8 +279,7 @@ def _reduced(x_N: Tensor, kind: str, group: dist.ProcessGroup) -> Tensor:
 def _block_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
     # Rotary tables are the second and third input of a block's attention, replicated.
     plan: dict[str, ParallelStyle] = {
-        "attention_norm": SequenceParallel(),
-        "ffn_norm": SequenceParallel(),
+        **_norm_plan(model),
         "attention": _gather_inputs(3),
         "attention.qkv": ColwiseParallel(),
         "attention.out": RowwiseParallel(output_layouts=Shard(1)),
@@ -293,6 +292,19 @@ def _block_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
     if model.qk_norm:
         heads = _Replicated(Shard(2))
         plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
+    return plan
+
+
+def _norm_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
+    """Return styles of a block's norms: their results enter products, or are added."""
+    names = ["attention_norm"]
+    if model.norm_placement != "shared":
+        names.append("ffn_norm")
+    plan: dict[str, ParallelStyle] = {}
+    for name in names:
+        plan[name] = SequenceParallel(use_local_output=model.norm_placement == "post")
+        if model.norm_placement == "both":
+            plan[f"{name}_after"] = SequenceParallel(use_local_output=True)
     return plan
 
 
@@ -316,7 +328,7 @@ def apply_context(model: Transformer, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if isinstance(module, Attention | LatentAttention):
             module.attend = attend
-        if isinstance(module, Transformer | Embedding):
+        if isinstance(module, RotaryTables | Embedding):
             module.own_rows = partial(share.of, dim=0)
 
 
@@ -328,13 +340,21 @@ class GatheredAttention:
         self._num_ranks = share.num_ranks
         self._chunks = share.chunks
 
-    def __call__(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, kernel: str) -> Tensor:
+    def __call__(
+        self,
+        q_BTHD: Tensor,
+        k_BTKD: Tensor,
+        v_BTKE: Tensor,
+        kernel: str,
+        scale: float | None = None,
+    ) -> Tensor:
         k_BSKD, v_BSKE = self._gather(k_BTKD, v_BTKE)
         length = q_BTHD.shape[1] // 2
         parts: list[Tensor] = []
         for chunk, q in zip(self._chunks, q_BTHD.chunk(2, dim=1), strict=True):
             end = (chunk + 1) * length
-            parts.append(causal_attention(q, k_BSKD[:, :end], v_BSKE[:, :end], kernel))
+            keys, values = k_BSKD[:, :end], v_BSKE[:, :end]
+            parts.append(causal_attention(q, keys, values, kernel, scale))
         return torch.cat(parts, dim=1)
 
     def _gather(self, k_BTKD: Tensor, v_BTKE: Tensor) -> tuple[Tensor, ...]:

@@ -98,8 +98,9 @@ def _materialize(model: Transformer, case: TrainCase, device: torch.device) -> N
 
 def _compile_parts(model: Transformer, case: TrainCase) -> None:
     """Compile blocks, which share one graph, so that it takes the time of one; and the head."""
-    for name, block in list(model.blocks.items()) if case.compile.has_blocks else ():
-        model.blocks[name] = _compiled(block, case)
+    for blocks in (model.blocks, model.mtp) if case.compile.has_blocks else ():
+        for name, block in list(blocks.items()):
+            blocks[name] = _compiled(block, case)
     if model.output is None or not case.compile.has_head:
         return
     if case.loss_chunks > 1:
@@ -149,7 +150,7 @@ def _fsdp(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
         int(case.reshard) if case.reshard.isdecimal() else False
     )
     options: dict[str, Any] = {"mesh": meshes.data(), "mp_policy": policy}
-    blocks = list(model.blocks.values())
+    blocks = [*model.blocks.values(), *model.mtp.values()]
     if case.parallel.ep > 1:
         model_parallel.shard_experts(
             model, case, meshes, mp_policy=policy, reshard_after_forward=reshard

@@ -21,7 +21,9 @@ from stepmark.measuring.ranks import Ranks
 from stepmark.step.trace_ops import MARK, WHOLE
 from stepmark.training.attention import prefix_kernel
 from stepmark.training.loop import Loop
+from stepmark.training.masked_attention import masked_kernel
 from stepmark.training.messages import MessageRecorder
+from stepmark.training.scores import all_scores
 from stepmark.training.transformer import canonical_name
 
 TraceFile = tuple[str, str]  # name and SHA-256
@@ -255,13 +257,22 @@ _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"
 
 
 def attention_kernel(case: TrainCase, device: torch.device) -> str:
-    """Return the kernel that torch's scaled_dot_product_attention uses for these shapes.
+    """Return the kernels of attention: that of torch's scaled_dot_product_attention for these
+    shapes, and that of layers with windows, chunks, sinks or capped scores.
 
     Under context parallelism it is that of queries at the end of a sequence. "" where a full
     device has no memory for the query.
     """
     if case.attention != "auto":
         return case.attention
+    is_plain = {scores.is_plain for scores in all_scores(case.model)}
+    kernels = [masked_kernel(device.type)] if False in is_plain else []
+    if True in is_plain:
+        kernels.insert(0, _plain_kernel(case, device))
+    return " and ".join(dict.fromkeys(filter(None, kernels)))
+
+
+def _plain_kernel(case: TrainCase, device: torch.device) -> str:
     model = case.model
     tp = case.parallel.tp
     cp = case.parallel.cp

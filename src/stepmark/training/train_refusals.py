@@ -11,6 +11,8 @@ from stepmark.cases.training import DataParallel, Fp8, Precision, Recompute
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed, plain
 from stepmark.model.ops.matmul import row_multiple
+from stepmark.training.model_refusals import LACKING, OF_ALL_KEYS, PARTS, UNDIVIDED, parts
+from stepmark.training.scores import MASKED_KERNELS, all_scores
 from stepmark.training.train_options import TrainOptions, show_blocks
 
 _BYTES = 256  # tokens of a text
@@ -79,7 +81,7 @@ def check(case: TrainCase, options: TrainOptions) -> None:
     """
     check_needs(case, options)
     case.parallel.check(case.model)
-    rules = (_axes, _pipeline, _checkpointing, _numbers, _fp8, _data_parallel, _graphs)
+    rules = (_model, _axes, _pipeline, _checkpointing, _numbers, _fp8, _data_parallel, _graphs)
     for field, value, allowed in itertools.chain(*(rule(case) for rule in rules)):
         raise ConfigError(field, value, allowed)
     if options.steps and options.steps % case.cycle:
@@ -91,12 +93,26 @@ def check(case: TrainCase, options: TrainOptions) -> None:
 Refused = Iterator[tuple[str, object, str]]  # field, value, rule
 
 
+def _model(case: TrainCase) -> Refused:
+    model = case.model
+    if words := parts(model, LACKING):
+        allowed = f"one without {', '.join(words)}: train cannot run them"
+        yield "model", model.name, allowed
+    is_masked = any(not scores.is_plain for scores in all_scores(model))
+    if is_masked and case.attention not in MASKED_KERNELS:
+        has = f"{model.name} has windows, chunks, sinks or capped scores"
+        yield "attention", case.attention, f"{' or '.join(MASKED_KERNELS)}, since {has}"
+
+
 def _axes(case: TrainCase) -> Refused:
     axes = case.parallel
     model = case.model
     if axes.tp > 1 and (model.moe or model.mla):
         what = "experts" if model.moe else "latent attention"
         yield "tp", axes.tp, f"1, since {model.name} has {what}"
+    for name, size, among in (("tp", axes.tp, UNDIVIDED), ("cp", axes.cp, OF_ALL_KEYS)):
+        if size > 1 and (words := parts(model, among)):
+            yield name, size, f"1, since {model.name} has {', '.join(words)}"
     if axes.cp > 1:
         if case.data_parallel is DataParallel.NONE:
             yield "cp", axes.cp, "1 with tp or pp alone; with --strategy fsdp it may be more"
@@ -130,6 +146,8 @@ def _pipeline(case: TrainCase) -> Refused:
         yield "pp", pp, f"at most {most}: {has}"
     if model.tied_embeddings:
         yield "pp", pp, f"1, since {model.name} ties its input and output embeddings"
+    if model.num_mtp_layers:  # it needs the table of embeddings on the last stage
+        yield "pp", pp, f"1, since {model.name} has {PARTS['num_mtp_layers']}"
     if parts < stages:
         yield "pp-microbatches", parts, f"at least {stages}, the number of stages"
     if case.mbs % parts:
