@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,6 +28,8 @@ from stepmark.training.messages import tensors
 from stepmark.workloads.formats.huggingface.trace import ELEMENTWISE, TracedCall
 
 IMPLEMENTATION = "stepmark_trace"  # name of attention and of its masks, for transformers
+_SCAN = "mamba_selective_scan"  # of a family's file, where it has layers of Mamba 1
+_MOST_KERNELS = 1000  # of a module that has no loop, e.g. with chunks of 64 tokens
 Mask = tuple[bool, int]  # whether the future is masked, and the window; 0: none
 
 
@@ -41,8 +44,9 @@ class TraceRecorder(TorchDispatchMode):
     its class does; so is attention. Models are built after it: it is their attention.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seq_len: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._seq_len = seq_len
         self.calls: list[TracedCall] = []
         self._names: dict[nn.Module, str] = {}
         self._layer = re.compile("$^")
@@ -55,10 +59,11 @@ class TraceRecorder(TorchDispatchMode):
         AttentionInterface.register(IMPLEMENTATION, self._attention)
         AttentionMaskInterface.register(IMPLEMENTATION, _mask)
 
-    def modules_with_loops(self, seq_len: int) -> list[str]:
-        """Return the classes of modules that issue at least a kernel for each token."""
+    @property
+    def modules_with_loops(self) -> list[str]:
+        """Classes of modules that issue at least a kernel for each token."""
         counts = self._num_kernels.items()
-        return sorted({type(module).__name__ for module, num in counts if num >= seq_len})
+        return sorted({type(module).__name__ for module, num in counts if num >= self._seq_len})
 
     @property
     def masked_modules(self) -> list[str]:
@@ -79,6 +84,9 @@ class TraceRecorder(TorchDispatchMode):
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
+            source = sys.modules[type(model).__module__]
+            if hasattr(source, _SCAN):
+                stack.enter_context(mock.patch.object(source, _SCAN, self._scan))
             for owner, name in _READS_TOKENS:
                 stack.enter_context(mock.patch.object(owner, name, return_value=None))
             stack.enter_context(_DirectAttention(self._add_attention))
@@ -94,7 +102,7 @@ class TraceRecorder(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if self._is_silent or module not in self._names:
+        if self._is_silent or module not in self._names or self._is_foreign(module):
             return called(module, *args, **kwargs)
         self._above.append(module)
         try:
@@ -108,6 +116,16 @@ class TraceRecorder(TorchDispatchMode):
         finally:
             self._above.pop()
 
+    def _is_foreign(self, module: nn.Module) -> bool:
+        """Return whether it is a module that layers share, such as an activation."""
+        here = self._layer_of(self._above[-1])
+        is_elsewhere = here and self._layer_of(module) != here
+        return bool(is_elsewhere) and next(module.parameters(), None) is None
+
+    def _layer_of(self, module: nn.Module) -> str:
+        match = self._layer.match(self._names[module])
+        return match[0] if match else ""
+
     @contextlib.contextmanager
     def _silently(self) -> Iterator[None]:
         before = self._is_silent
@@ -116,6 +134,11 @@ class TraceRecorder(TorchDispatchMode):
             yield
         finally:
             self._is_silent = before
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled, and the check takes as long as the rest."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -203,17 +226,38 @@ class TraceRecorder(TorchDispatchMode):
             width = value.shape[-1]
             return query.sum(-1, keepdim=True).expand(*query.shape[:-1], width).contiguous()
 
+    def _scan(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Record the fused kernel of mamba_ssm: it reads its operands and writes its output.
+
+        transformers' own is a loop over tokens, which keeps a state of each in memory.
+        """
+        operands = [hidden_states, *tensors([*args, *kwargs.values()])]
+        num_bytes = sum(each.numel() * each.element_size() for each in operands)
+        num_bytes += hidden_states.numel() * hidden_states.element_size()
+        self._add(Kernel(name=_SCAN, flops=0, bytes_moved=num_bytes))
+        with self._silently():
+            output = hidden_states.clone()
+        return (output, None) if kwargs.get("return_last_state") else output
+
     def _add(self, op: Op | Kernel, *, has_grad: bool = True) -> None:
         module = self._above[-1]
-        path = self._names[module]
-        match = self._layer.match(path)
-        self._move_to(match[0] if match else "")
+        self._move_to(self._layer_of(module))
         if isinstance(op, Kernel) and not op.flops:
             self._bytes[has_grad] += op.bytes_moved or 0
             self._num_kernels[module] += 1
+            self._check_loop(module)
         else:
             is_linear = isinstance(module, nn.Linear)
-            self._append(op, path, has_grad=has_grad, is_linear=is_linear)
+            self._append(op, self._names[module], has_grad=has_grad, is_linear=is_linear)
+
+    def _check_loop(self, module: nn.Module) -> None:
+        """Raise ConfigError for a module that computes its tokens one after the other.
+
+        It would be traced for minutes, and is a fused kernel in any training.
+        """
+        if self._num_kernels[module] > _MOST_KERNELS + 3 * self._seq_len:
+            rule = "a class that has no loop over tokens in Python"
+            raise ConfigError("model_type", type(module).__name__, rule)
 
     def _move_to(self, place: str) -> None:
         if place != self._place:
