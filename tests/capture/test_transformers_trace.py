@@ -137,6 +137,18 @@ def test_each_parameter_is_in_one_unit(family: str) -> None:
     assert len(names) == len({*names}) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("family", ["apertus", "lfm2", "mpt", "minicpm3", "jamba"])
+def test_parameters_are_registered_in_the_order_of_transformers(family: str) -> None:
+    shapes = [
+        param.shape
+        for unit in traced(family).units
+        for _ in range(unit.times)
+        for param in unit.registered_params
+    ]
+    model, _ = module().build(request(family))
+    assert shapes == [tuple(param.shape) for param in model.parameters()]
+
+
 @pytest.mark.parametrize("family", DENSE)
 def test_the_forward_pass_has_the_flops_that_torch_counts(family: str) -> None:
     ours = sum(times * flops(op) for op, times in operations(traced(family), backward=False))

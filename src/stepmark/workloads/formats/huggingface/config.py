@@ -97,11 +97,11 @@ def _unknown(keys: Keys, path: Path, family: str) -> ConfigError:
     near = nearest(family, FAMILIES)
     known = f"did you mean {near[0]}?" if near else f"one of {', '.join(FAMILIES)}"
     file = path.name
-    install = "" if transformers_version() else f' (pip install "{_EXTRA}")'
+    install = "" if transformers_version() else f" (pip install '{_EXTRA}')"
     allowed = (
-        f"{known}; --model {file}:{near[0] if near else 'llama'} reads the file as that "
-        f"family's, and stepmark workload generate --model {file} --framework fsdp through "
-        f"transformers{install}; docs/howto/custom-models.md says more"
+        f"{known}; {file}:{near[0] if near else 'FAMILY'} reads the file as that family's, and "
+        f"stepmark workload generate --model {file} --framework fsdp through transformers"
+        f"{install}; docs/howto/custom-models.md says more"
     )
     return ConfigError(f"{keys.where}model_type", family[:80] or "missing", allowed)
 

@@ -139,4 +139,4 @@ def _notes(trace: Trace) -> Iterator[str]:
     if trace.unread:
         more = f" and {len(trace.unread) - 8} more" if len(trace.unread) > 8 else ""
         keys = ", ".join(ascii(key[:80])[1:-1] for key in trace.unread[:8])
-        yield f"keys that {trace.name}'s config does not declare, without effect: {keys}{more}"
+        yield f"keys that the config of {trace.name} does not declare: {keys}{more}"
