@@ -37,10 +37,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "apertus": {"num_hidden_layers": 3},
     "bart": {"decoder_layers": 2, "encoder_layers": 1},
     "biogpt": {"num_hidden_layers": 3},
-    "cwm": {"num_hidden_layers": 5},
     "diffllama": {"num_hidden_layers": 3},
     "doge": {"num_hidden_layers": 3},
-    "gemma3n_text": {},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "num_kv_shared_layers": 2,
+    },
     "jais2": {"num_hidden_layers": 2},
     "jamba": {"num_hidden_layers": 9},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
@@ -296,7 +300,7 @@ def test_kernels_of_gradients_move_the_bytes_that_autograd_moves() -> None:
         ({"model_type": "t5"}, "family with a causal language model"),
         ({"model_type": "nobody", "auto_map": {"AutoConfig": "x.Y"}}, "is never run"),
         ({"model_type": "rwkv", "num_hidden_layers": 1}, "no loop over tokens"),
-        ({"model_type": "hrm_text"}, "calls each of its layers once"),
+        ({"model_type": "hrm_text", "num_hidden_layers": 2}, "calls each of its layers once"),
         ({"model_type": "lfm2", "hidden_size": "x"}, "hidden_size"),
         ({"model_type": "lfm2", "hidden_size": 7}, "can be traced"),
         ({"model_type": "openai-gpt", "n_positions": 32}, "at most 32, the rows of"),
@@ -305,10 +309,10 @@ def test_kernels_of_gradients_move_the_bytes_that_autograd_moves() -> None:
 )
 def test_a_class_that_cannot_be_traced_is_refused(config: dict[str, Any], message: str) -> None:
     seq_len = 512 if config["model_type"] == "rwkv" else SEQ
-    answer = module()._answer(
-        TraceRequest(config=config, mbs=1, seq_len=seq_len, dtype="bfloat16")
-    )
-    with pytest.raises(ConfigError, match=message):
-        if refusal := answer.refusal:
-            raise ConfigError(refusal.field, refusal.value, refusal.allowed)
-        architecture_of(answer.trace, "x", Batch(mbs=1, seq_len=seq_len), "config.json")
+    sizes = {"mbs": 1, "seq_len": seq_len}
+    answer = module()._answer(TraceRequest(config=config, dtype="bfloat16", **sizes))
+    if refusal := answer.refusal:
+        assert message in str(ConfigError(refusal.field, refusal.value, refusal.allowed))
+    else:
+        with pytest.raises(ConfigError, match=message):
+            architecture_of(answer.trace, "x", Batch(**sizes), "config.json")
