@@ -351,5 +351,5 @@ def _pattern(function: Callable[..., Any], window: int, num_keys: int) -> Mask |
     except (RuntimeError, TypeError, IndexError):  # it depends on tensors without values
         return None
     if is_chunked:
-        raise ConfigError("model_type", f"attention in chunks of {window}", "another mask")
+        raise ConfigError("attention", f"chunks of {window}", "causal, or a window of keys")
     return None
