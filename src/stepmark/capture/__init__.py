@@ -6,4 +6,6 @@
 - overlap.py: streams of FSDP2 and DDP.
 - values.py, unknown.py, routing.py: what depends on values.
 - operand_errors.py: errors of real kernels.
+- transformers_trace.py, transformers_recorder.py: a class of transformers on meta tensors, in a
+  process that the reader of an unknown family starts.
 """

@@ -6,13 +6,14 @@ from fractions import Fraction
 from pathlib import Path
 
 from stepmark.ground import json_text
-from stepmark.ground.errors import ConfigError
+from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.read_text import read_head
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model
 from stepmark.step import source_file
 from stepmark.workloads.formats import benchmark_models, model_toml
 from stepmark.workloads.formats.huggingface import config
+from stepmark.workloads.formats.huggingface.families import FAMILIES
 
 
 def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> list[ModelConfig]:
@@ -20,10 +21,15 @@ def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> lis
 
     A file is a config of Hugging Face or llm-train-bench, Primus' list of models, a TOML file
     of a model such as those of data/models, or a framework's file, of which the rest is unread.
+    FILE:FAMILY is a config of Hugging Face that is read as another family's.
     """
     models: list[ModelConfig] = []
     for name, file in _split_names(names):
-        models += _reader_of(file, tp)(file) if file else [find_model(name)]
+        config_file, family = split_family(name)
+        if family:
+            models.append(config.read_config(config_file, family))
+        else:
+            models += _reader_of(file, tp)(file) if file else [find_model(name)]
     return [scaled(model, scale, tp) for model in models] if scale else models
 
 
@@ -36,11 +42,33 @@ def _split_names(names: str | None) -> Iterator[tuple[str, Path | None]]:
     """Yield the names of a list, each with the file that it is; None: a built-in model."""
     for name in filter(None, map(str.strip, (names or "").split(","))):
         path = Path(name)
-        if path.is_dir():
+        if split_family(name)[1]:
+            yield name, path
+        elif path.is_dir():
             yield name, path / "config.json"
         else:
             is_file = path.suffix in (".json", ".toml") or is_model_file(path)
             yield name, path if is_file or _is_framework_file(path) else None
+
+
+def split_family(name: str) -> tuple[Path, str]:
+    """Split FILE:FAMILY into a config's path and the family; empty: the file's own."""
+    text, colon, family = name.rpartition(":")
+    path = Path(text)
+    if not colon or Path(name).exists() or not (path.suffix == ".json" or path.is_dir()):
+        return Path(name), ""
+    if family not in FAMILIES:
+        raise not_one_of(f"{name}: family", family, FAMILIES)
+    return (path / "config.json" if path.is_dir() else path), family
+
+
+def unknown_config(name: str) -> Path | None:
+    """Return the config that a name is, if it is of a family without a reader."""
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    return (
+        path if path.suffix == ".json" and path.is_file() and config.is_unknown(path) else None
+    )
 
 
 def is_file(name: str) -> bool:

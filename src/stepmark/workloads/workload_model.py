@@ -19,8 +19,10 @@ from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model
 from stepmark.step.layout import VOCAB_MULTIPLE, model_as
 from stepmark.workloads.architecture import Architecture, Batch
+from stepmark.workloads.formats.huggingface import traced
+from stepmark.workloads.formats.huggingface.trace import transformers_version
 from stepmark.workloads.job import with_seq_len
-from stepmark.workloads.models import read_models, scaled
+from stepmark.workloads.models import read_models, scaled, unknown_config
 from stepmark.workloads.published import PUBLISHED, SEQ_LENS
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.workload_options import Experts, GenerateOptions, Model
@@ -386,8 +388,15 @@ def _positive(options: GenerateOptions, name: str) -> int | None:
 
 
 def is_own(text: str | None) -> bool:
-    """Return whether --model names an architecture other than a decoder."""
-    return bool(text) and (text in PUBLISHED or _file_of(str(text)).endswith(".py"))
+    """Return whether --model names an architecture other than a decoder.
+
+    A config of an unknown family is one where transformers, which builds it, is installed.
+    """
+    if not text:
+        return False
+    is_function = _file_of(text).endswith(".py")
+    is_traced = unknown_config(text) is not None and bool(transformers_version())
+    return text in PUBLISHED or is_function or is_traced
 
 
 def choose_own(
@@ -401,11 +410,21 @@ def choose_own(
         raise ConfigError("model", text, f"a decoder for {framework}; {others}")
     rule = f"it has no effect with --model {text}"
     refuse(options, (Model, Experts), allowed=_OWN, rule=rule)
-    architecture = PUBLISHED[text](batch) if text in PUBLISHED else _from_file(text, batch)
+    architecture, traced_notes = _architecture(text, batch)
     notes = [f"model of {architecture.source}"] if architecture.source else []
+    notes += traced_notes
     if not options.seq_len and text not in SEQ_LENS:
         notes.append(f"seq-len {batch.seq_len}, as none was given")
     return architecture, tuple(notes)
+
+
+def _architecture(text: str, batch: Batch) -> tuple[Architecture, tuple[str, ...]]:
+    """Return a published architecture, a traced one or a function's, and notes on it."""
+    if text in PUBLISHED:
+        return PUBLISHED[text](batch), ()
+    if path := unknown_config(text):
+        return traced.read_architecture(path, batch)
+    return _from_file(text, batch), ()
 
 
 def refuse(

@@ -4,4 +4,6 @@
 - notes.py: keys that are not modelled.
 - families.py: readers by model_type. common.py: what they share.
 - dense.py, older.py, experts.py, hybrid.py: the readers.
+- traced.py: families without a reader, through transformers. trace.py: what its process tells;
+  traced_units.py: an architecture made of it.
 """

@@ -13,6 +13,7 @@ from stepmark.step.source_file import one_line, read_json
 from stepmark.workloads.formats.huggingface.families import FAMILIES, NESTED
 from stepmark.workloads.formats.huggingface.keys import Keys
 from stepmark.workloads.formats.huggingface.notes import unmodelled
+from stepmark.workloads.formats.huggingface.trace import transformers_version
 
 # Our name of a field -> the file's, where a check of ModelConfig fails.
 _NAMES = {
@@ -29,28 +30,33 @@ _NAMES = {
 }
 _EXPERTS = ("num_local_experts", "n_routed_experts", "moe_num_experts")
 _TEXT = "text_config"
+_EXTRA = "stepmark[huggingface]"
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path, as_family: str = "") -> ModelConfig:
     """Read the model that a Hugging Face config.json describes. Raise ConfigError.
 
     The model is named after the file's folder if the file is config.json. Of a model of
-    several kinds of input it is the decoder of text.
+    several kinds of input it is the decoder of text. as_family: whose keys the file has, where
+    its own model_type is of no family that is known.
     """
     where = f"{path}: "
     raw = read_json(path)
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}config", one_line(raw), "an object")
     keys = _of_text(Keys(raw, where))
-    family = keys.text("model_type", default="")
+    own_family = keys.text("model_type", default="")
+    family = as_family or own_family
     if family not in FAMILIES:
-        raise _unknown(keys, family)
+        raise _unknown(keys, path, family)
     name = path.parent.name if path.name == "config.json" else path.stem
     facts: dict[str, Any] = {"name": name or family, "source": str(path)}
     try:
         fields = FAMILIES[family](keys)
         outer = {key: value for key, value in raw.items() if key != _TEXT}
         notes = unmodelled({**outer, **keys.raw}, keys.read)
+        if family != own_family:
+            notes.insert(0, f"model_type {one_line(own_family)} is read as {family}")
         facts["unmodelled"] = tuple(f"{path}: {note}" for note in notes)
         return ModelConfig(**facts, **fields)
     except ConfigError as error:
@@ -76,10 +82,27 @@ def _of_text(keys: Keys) -> Keys:
     return Keys({**raw, "model_type": NESTED.get(str(family), family)}, inner.where, keys.read)
 
 
-def _unknown(keys: Keys, family: str) -> ConfigError:
+def is_unknown(path: Path) -> bool:
+    """Return whether a config is of a family without a reader; False for any other file."""
+    try:
+        raw = read_json(path)
+        keys = _of_text(Keys(raw, "")) if isinstance(raw, dict) else Keys({}, "")
+        family = keys.text("model_type", default="")
+    except ConfigError:
+        return False
+    return bool(family) and family not in FAMILIES
+
+
+def _unknown(keys: Keys, path: Path, family: str) -> ConfigError:
     near = nearest(family, FAMILIES)
     known = f"did you mean {near[0]}?" if near else f"one of {', '.join(FAMILIES)}"
-    allowed = f"{known}; docs/howto/custom-models.md says how to go on with another family"
+    file = path.name
+    install = "" if transformers_version() else f" (pip install '{_EXTRA}')"
+    allowed = (
+        f"{known}; {file}:{near[0] if near else 'FAMILY'} reads the file as that family's, and "
+        f"stepmark workload generate --model {file} --framework fsdp through transformers"
+        f"{install}; docs/howto/custom-models.md says more"
+    )
     return ConfigError(f"{keys.where}model_type", family[:80] or "missing", allowed)
 
 
