@@ -50,7 +50,7 @@ complete -c stepmark -n 'test (count (__stepmark)) -gt 0' -f -a '(__stepmark)'
 }
 # What has the names of each kind, or a function that returns them.
 _NAMES: dict[Names, str] = {
-    "model": "stepmark.model.model:load_models",
+    "model": "stepmark.model.model_tables:load_models",
     "device": "stepmark.model.device:load_devices",
     "framework": "stepmark.workloads.rules:RULES",
     "format": "stepmark.workloads.formats:FORMATS",

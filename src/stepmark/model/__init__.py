@@ -1,6 +1,8 @@
 """Models and machines: what is known of them without running anything.
 
-- model.py, model_names.py: widths and parameter counts of a transformer; names of models.
+- layers.py, model.py: layers and their parts; a transformer of them, with parameter counts.
+- scans.py: FLOPs of layers that carry a state. scale.py: smaller widths.
+- model_tables.py, model_names.py: built-in models and files like theirs; names of models.
 - parallel.py, product_precision.py: degrees of the axes of a layout; fp8 and narrower products.
 - ops/: operators by shape, with FLOPs and bytes.
 - collectives.py: the sizes and bus bandwidths of collectives, and which ranks take part.

@@ -14,7 +14,6 @@ from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.layers import (
     DENSE,
     DeltaConfig,
-    IndexerConfig,
     Layer,
     Linear,
     MambaConfig,
@@ -24,6 +23,7 @@ from stepmark.model.layers import (
     check_int,
     check_kinds,
 )
+from stepmark.model.scale import Scale, TinyScale
 
 # gate and up: swiglu, geglu, and clamped_swiglu of gpt-oss; up alone: the others.
 Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "silu", "relu", "relu2"]
@@ -32,10 +32,9 @@ Norm = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "layernorm_no_weight
 NormPlacement = Literal["pre", "post", "both", "shared"]
 QkNorm = Literal["head", "all", "unit"]  # over a head, over all heads, without a weight
 Gate = Literal["", "element", "head"]
+_Rule = tuple[str, object, bool, str]  # field, value, whether it is valid, what is allowed
 Bias = Literal["out", "mlp", "experts", "router", "head"]
 
-# Widths stay multiples of this when a model is scaled: FP8 matrix units need 16.
-_GRAIN = 16
 # Fields that say where a model is from, not what it computes.
 NO_IDENTITY = (
     *("source", "aliases", "published_params", "published_active_params"),
@@ -115,89 +114,82 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._check_fields()
-        num_dense = self.num_dense_layers
-        mla = self.mla
-        latent_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else 0
-        moe = self.moe
-        scans = {layer.scan for layer in self.pattern}
-        layers = (self.of_layer(layer) for layer in self.pattern if layer.num_heads)
-        rules: tuple[tuple[str, object, bool, str], ...] = (
-            (
-                "num_heads",
-                self.num_heads,
-                self.num_heads % self.num_kv_heads == 0,
-                f"a multiple of num_kv_heads={self.num_kv_heads}",
-            ),
-            (
-                "seq_len",
-                self.seq_len,
-                not self.max_positions or self.seq_len <= self.max_positions,
-                f"at most max_positions={self.max_positions}",
-            ),
-            (
-                "moe.first_dense_layers",
-                moe.first_dense_layers if moe else 0,
-                not moe or moe.first_dense_layers <= self.num_layers,
-                f"at most num_layers={self.num_layers}",
-            ),
-            (
-                "ffn_hidden_size",
-                self.ffn_hidden_size,
-                self.ffn_hidden_size > 0 or not num_dense,
-                "positive where a layer is dense",
-            ),
-            (
-                "linear_bias",
-                self.linear_bias,
-                not (moe and self.linear_bias),
-                "false for MoE models",
-            ),
-            (
-                "num_kv_heads",
-                self.num_kv_heads,
-                not mla or self.num_kv_heads == self.num_heads,
-                f"num_heads={self.num_heads} with mla",
-            ),
-            (
-                "head_dim",
-                self.head_dim,
-                not mla or self.head_dim == latent_dim,
-                "qk_nope_head_dim + qk_rope_head_dim with mla",
-            ),
-            *(
-                (name, getattr(self, name), not (mla and getattr(self, name)), "false with mla")
-                for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks")
-            ),
-            ("moe", None, moe is not None or not self.num_moe_layers, "given with experts"),
-            (
-                "mla.indexer",
-                "given",
-                not (mla and mla.indexer)
-                or not any(layer.window or layer.chunk for layer in self.pattern),
-                "left out with windows or chunks",
-            ),
-            ("delta", None, self.delta is not None or "delta" not in scans, "given"),
-            ("mamba", None, self.mamba is not None or "mamba" not in scans, "given"),
-            (
-                "is_parallel",
-                self.is_parallel,
-                not self.is_parallel or self.norm_placement in ("pre", "shared"),
-                "false where norms come after",
-            ),
-            (
-                "rotary_dim",
-                self.rotary_dim,
-                self.rotary_dim % 2 == 0 and self.rotary_dim <= self.head_dim,
-                f"an even number up to head_dim={self.head_dim}",
-            ),
-        )
-        for name, value, is_valid, allowed in rules:
+        for name, value, is_valid, allowed in (*self._width_rules(), *self._layer_rules()):
             if not is_valid:
                 raise ConfigError(name, value, allowed)
-        for own in layers:
-            if own.num_heads % own.num_kv_heads:
-                rule = f"a multiple of num_kv_heads={own.num_kv_heads}"
-                raise ConfigError("layer.num_heads", own.num_heads, rule)
+
+    def _width_rules(self) -> Iterator[_Rule]:
+        mla = self.mla
+        yield (
+            "num_heads",
+            self.num_heads,
+            self.num_heads % self.num_kv_heads == 0,
+            f"a multiple of num_kv_heads={self.num_kv_heads}",
+        )
+        yield (
+            "seq_len",
+            self.seq_len,
+            not self.max_positions or self.seq_len <= self.max_positions,
+            f"at most max_positions={self.max_positions}",
+        )
+        yield (
+            "num_kv_heads",
+            self.num_kv_heads,
+            not mla or self.num_kv_heads == self.num_heads,
+            f"num_heads={self.num_heads} with mla",
+        )
+        yield (
+            "head_dim",
+            self.head_dim,
+            not mla or self.head_dim == mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+            "qk_nope_head_dim + qk_rope_head_dim with mla",
+        )
+        yield (
+            "rotary_dim",
+            self.rotary_dim,
+            self.rotary_dim % 2 == 0 and self.rotary_dim <= self.head_dim,
+            f"an even number up to head_dim={self.head_dim}",
+        )
+        for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks"):
+            value = getattr(self, name)
+            yield name, value, not (mla and value), "false with mla"
+
+    def _layer_rules(self) -> Iterator[_Rule]:
+        moe = self.moe
+        num_leading = moe.first_dense_layers if moe else 0
+        allowed = f"at most num_layers={self.num_layers}"
+        yield "moe.first_dense_layers", num_leading, num_leading <= self.num_layers, allowed
+        yield (
+            "ffn_hidden_size",
+            self.ffn_hidden_size,
+            self.ffn_hidden_size > 0 or not self.num_dense_layers,
+            "positive where a layer is dense",
+        )
+        is_valid = not (moe and self.linear_bias)
+        yield "linear_bias", self.linear_bias, is_valid, "false for MoE models"
+        yield "moe", None, moe is not None or not self.num_moe_layers, "given with experts"
+        scans = {layer.scan for layer in self.pattern}
+        for name in ("delta", "mamba"):
+            is_given = getattr(self, name) is not None
+            yield name, None, is_given or name not in scans, f"given with layers of {name}"
+        is_masked = any(layer.window or layer.chunk for layer in self.pattern)
+        has_indexer = self.mla is not None and self.mla.indexer is not None
+        allowed = "left out with windows or chunks"
+        yield "mla.indexer", "given", not (has_indexer and is_masked), allowed
+        yield (
+            "is_parallel",
+            self.is_parallel,
+            not self.is_parallel or self.norm_placement in ("pre", "shared"),
+            "false where norms come after",
+        )
+        for layer in self.pattern:
+            own = self.of_layer(layer)
+            yield (
+                "layer.num_heads",
+                own.num_heads,
+                own.num_heads % own.num_kv_heads == 0,
+                f"a multiple of num_kv_heads={own.num_kv_heads}",
+            )
 
     def _check_fields(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -540,76 +532,35 @@ class ModelConfig:
         check_int("tp", tp)
         if factor == 1:
             return self
-
-        def times(value: int, share: Fraction = factor, grain: int = _GRAIN * tp) -> int:
-            return max(1, round(value * share / grain)) * grain if value else 0
-
-        kv_heads = times(self.num_kv_heads, grain=tp)
+        scale = Scale(factor, tp)
+        kv_heads = scale.heads(self.num_kv_heads)
         heads = kv_heads * (self.num_heads // self.num_kv_heads)
-        narrower = min(Fraction(1), self.num_heads * factor / heads)
-
-        def head_width(value: int) -> int:
-            return value if narrower == 1 else times(value, narrower, _GRAIN)
-
-        mla = self.mla and replace(
-            self.mla,
-            q_lora_rank=self.mla.q_lora_rank and times(self.mla.q_lora_rank, grain=_GRAIN),
-            kv_lora_rank=times(self.mla.kv_lora_rank, grain=_GRAIN),
-            qk_nope_head_dim=head_width(self.mla.qk_nope_head_dim),
-            qk_rope_head_dim=head_width(self.mla.qk_rope_head_dim),
-            v_head_dim=head_width(self.mla.v_head_dim),
-        )
-        head_dim = (
-            mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else head_width(self.head_dim)
-        )
+        scale = replace(scale, narrower=min(Fraction(1), self.num_heads * factor / heads))
+        mla = self.mla and scale.mla(self.mla)
+        head_dim = scale.head_width(self.head_dim)
+        if mla:
+            head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         square = self.hidden_size == self.num_heads * self.head_dim
-        moe = self.moe and replace(
-            self.moe,
-            ffn_hidden_size=times(self.moe.ffn_hidden_size),
-            shared_ffn_hidden_size=times(self.moe.shared_ffn_hidden_size),
-            latent_size=times(self.moe.latent_size),
-        )
-
-        def scaled_layer(layer: Layer) -> Layer:
-            kv_heads = times(layer.num_kv_heads, grain=tp)
-            ratio = layer.num_heads // (layer.num_kv_heads or layer.num_heads or 1)
-            return replace(
-                layer,
-                num_kv_heads=kv_heads,
-                num_heads=kv_heads * ratio or times(layer.num_heads, grain=kv_heads or tp),
-                head_dim=layer.head_dim and head_width(layer.head_dim),
-                ffn_hidden_size=times(layer.ffn_hidden_size),
-            )
-
-        def scan_heads(num_heads: int, of: int) -> int:
-            return times(num_heads, grain=math.lcm(of, tp))
-
-        delta = self.delta
-        if delta:
-            keys = scan_heads(delta.num_key_heads, 1)
-            per_key = delta.num_value_heads // delta.num_key_heads
-            delta = replace(delta, num_key_heads=keys, num_value_heads=keys * per_key)
-        mamba = self.mamba and replace(
-            self.mamba, num_heads=scan_heads(self.mamba.num_heads, self.mamba.num_groups)
-        )
         return replace(
-            self,
-            pattern=tuple(map(scaled_layer, self.pattern)),
-            delta=delta,
-            mamba=mamba,
-            rotary_dim=self.rotary_dim and min(head_dim, head_width(self.rotary_dim)),
-            name=f"{self.name}@{factor}",
-            hidden_size=heads * head_dim if square else times(self.hidden_size),
+            self._renamed(f"{self.name}@{factor}"),
+            hidden_size=heads * head_dim if square else scale.width(self.hidden_size),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn_hidden_size=times(self.ffn_hidden_size),
-            vocab_size=times(self.vocab_size),
-            moe=moe,
+            rotary_dim=self.rotary_dim and min(head_dim, scale.head_width(self.rotary_dim)),
+            ffn_hidden_size=scale.width(self.ffn_hidden_size),
+            vocab_size=scale.width(self.vocab_size),
+            pattern=tuple(map(scale.layer, self.pattern)),
+            moe=self.moe and scale.moe(self.moe),
             mla=mla,
-            published_params=None,
-            published_active_params=None,
-            aliases=(),
+            delta=self.delta and scale.delta(self.delta),
+            mamba=self.mamba and scale.mamba(self.mamba),
+        )
+
+    def _renamed(self, name: str) -> "ModelConfig":
+        """Return the model under a name that has no published facts."""
+        return replace(
+            self, name=name, published_params=None, published_active_params=None, aliases=()
         )
 
     def with_layers(self, count: int) -> "ModelConfig":
@@ -622,91 +573,36 @@ class ModelConfig:
                 allowed = f"at least 2, since {self.name} has both dense and MoE layers"
                 raise ConfigError("num-layers", count, allowed)
             moe = replace(moe, first_dense_layers=min(moe.first_dense_layers, count - 1))
-        return replace(
-            self,
-            name=f"{self.name}@{count}-layers",
-            num_layers=count,
-            moe=moe,
-            published_params=None,
-            published_active_params=None,
-            aliases=(),
-        )
+        renamed = self._renamed(f"{self.name}@{count}-layers")
+        return replace(renamed, num_layers=count, moe=moe)
 
     def tiny(self) -> "ModelConfig":
         """Return the same architecture, small enough for a test on CPU: `--scale tiny`.
 
         It has two layers, or one of each kind.
         """
-        hidden = 64
-        heads = 4
-
-        def width(value: int) -> int:
-            return max(1, round(Fraction(value * hidden, self.hidden_size * _GRAIN))) * _GRAIN
-
-        def small(layer: Layer) -> Layer:
-            return replace(
-                layer,
-                window=min(layer.window, 16),
-                chunk=min(layer.chunk, 32),
-                num_heads=0,
-                num_kv_heads=0,
-                head_dim=layer.head_dim and (32 if layer.head_dim > self.head_dim else 16),
-                ffn_hidden_size=layer.ffn_hidden_size and width(layer.ffn_hidden_size),
-            )
-
-        pattern = tuple(dict.fromkeys(map(small, self.pattern)))
+        scale = TinyScale(64, self.hidden_size)
+        layers = (scale.layer(layer, self.head_dim) for layer in self.pattern)
+        pattern = tuple(dict.fromkeys(layers))
         has_leading = self.moe is not None and self.moe.first_dense_layers > 0
-        mla = moe = None
-        if self.mla:
-            mla = MlaConfig(
-                q_lora_rank=self.mla.q_lora_rank and 32,
-                kv_lora_rank=16,
-                qk_nope_head_dim=16,
-                qk_rope_head_dim=16,
-                v_head_dim=16,
-                indexer=self.mla.indexer and IndexerConfig(num_heads=2, head_dim=32, top_k=16),
-            )
-        if self.moe:
-            shared = min(1, self.moe.num_shared_experts)
-            moe = replace(
-                self.moe,
-                num_experts=4,
-                top_k=min(2, self.moe.top_k),
-                ffn_hidden_size=width(self.moe.ffn_hidden_size),
-                num_shared_experts=shared,
-                shared_ffn_hidden_size=shared * width(self.moe.ffn_hidden_size),
-                first_dense_layers=min(1, self.moe.first_dense_layers),
-                num_groups=min(2, self.moe.num_groups),
-                top_groups=min(2, self.moe.num_groups, self.moe.top_groups),
-                latent_size=self.moe.latent_size and 32,
-            )
-        delta = self.delta and replace(
-            self.delta, num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16
-        )
-        mamba = self.mamba and replace(
-            self.mamba, num_heads=4, head_dim=16, num_groups=2, state_dim=16, chunk=16
-        )
+        heads = 4
         return replace(
-            self,
-            name=f"{self.name}@tiny",
-            hidden_size=hidden,
+            self._renamed(f"{self.name}@tiny"),
+            hidden_size=scale.hidden,
             num_layers=max(2, len(pattern) + (has_leading and len(pattern) > 1)),
-            pattern=pattern,
-            delta=delta,
-            mamba=mamba,
-            rotary_dim=self.rotary_dim and 8,
             num_heads=heads,
-            num_kv_heads=heads if mla else 2,
-            head_dim=32 if mla else 16,
-            ffn_hidden_size=self.ffn_hidden_size and width(self.ffn_hidden_size),
+            num_kv_heads=heads if self.mla else 2,
+            head_dim=32 if self.mla else 16,
+            rotary_dim=self.rotary_dim and 8,
+            ffn_hidden_size=self.ffn_hidden_size and scale.width(self.ffn_hidden_size),
             vocab_size=512,
             seq_len=64,
             max_positions=self.max_positions and 64,
-            moe=moe,
-            mla=mla,
-            published_params=None,
-            published_active_params=None,
-            aliases=(),
+            pattern=pattern,
+            moe=self.moe and scale.moe(self.moe),
+            mla=self.mla and scale.mla(self.mla),
+            delta=self.delta and scale.delta(self.delta),
+            mamba=self.mamba and scale.mamba(self.mamba),
         )
 
 

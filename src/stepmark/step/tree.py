@@ -394,15 +394,13 @@ class TreeBuilder:
         model = self.model
         inputs = self.inputs
         cp = self.layout.axes.cp
-        heads = model.num_heads // self._tp
         kv_heads = self.kv_heads
-        local_seq = inputs.seq_len // cp
         if not model.max_positions and layer.has_rope:
             mla = model.mla
             rope = Rope(
                 batch=inputs.mbs,
-                seq=local_seq,
-                heads=heads,
+                seq=inputs.seq_len // cp,
+                heads=model.num_heads // self._tp,
                 kv_heads=1 if mla else kv_heads,
                 head_dim=mla.qk_rope_head_dim if mla else model.rotary_dim or model.head_dim,
                 dtype=inputs.plain_dtype,
@@ -412,23 +410,61 @@ class TreeBuilder:
             yield replace(
                 between("attention.rope", *both(rope)), keeps=SavedTensors(divided=rope_width)
             )
-        batch, seq_q, window = inputs.mbs, local_seq, layer.window
+        core = self._core(layer)
+        if self.kernels.stores_scores:
+            kv_heads = core.kv_heads * self._tp
+            for part in stored_scores(core, self.kernels, model.num_heads, kv_heads):
+                is_softmax = part.role == "attention.softmax"
+                yield self._with_sinks(part) if is_softmax else part
+            return
+        # Keys and values of all ranks of cp.
+        keys = cp * kv_heads * self._tp * (model.d_qk + model.d_v)
+        keeps = SavedTensors(
+            divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads
+        )
+        fused = replace(between("attention.core", *both(core)), keeps=keeps)
+        fused = self._with_sinks(fused)
+        # Context parallelism exchanges keys and values in the layout that they have.
+        if self.kernels.batch_first and cp == 1:
+            fused = with_transposes(fused, core)
+        if self.kernels.unpads:
+            fused = without_padding(fused, core)
+        if self.kernels.joins_qkv:
+            fused = with_joined_gradients(fused, core)
+        yield fused
+
+    def _with_sinks(self, module: Module) -> Module:
+        """Return a module with the logit of each head that the softmax adds."""
+        if not self.model.has_sinks:
+            return module
+        shape = (self.model.num_heads // self._tp,)
+        return replace(
+            module, params=(Param(name="attention.sinks", shape=shape, part=module.role),)
+        )
+
+    def _core(self, layer: Layer) -> Attention:
+        """Return softmax(q k.T) v of a layer's keys."""
+        model = self.model
+        inputs = self.inputs
+        cp = self.layout.axes.cp
+        heads = model.num_heads // self._tp
+        batch, seq_q, window = inputs.mbs, inputs.seq_len // cp, layer.window
         if model.mla and model.mla.indexer:  # as many pairs as in a window of this size
             window = model.mla.indexer.top_k
         varlen: tuple[int, ...] = ()
         if 0 < layer.chunk < seq_q:  # chunks are sequences of their own
             whole, rest = divmod(seq_q, layer.chunk)
             if rest:
-                lengths = (*(layer.chunk,) * whole, rest) * batch
-                batch, seq_q, varlen = 1, batch * seq_q, lengths
+                varlen = (*(layer.chunk,) * whole, rest) * batch
+                batch, seq_q = 1, batch * seq_q
             else:
                 batch, seq_q = batch * whole, layer.chunk
-        core = Attention(
+        return Attention(
             batch=batch,
             seq_q=seq_q,
             seq_kv=inputs.seq_len // 2 if cp > 1 else seq_q,
             heads=heads,
-            kv_heads=heads if model.mla else kv_heads,
+            kv_heads=heads if model.mla else self.kv_heads,
             head_dim_qk=model.d_qk,
             head_dim_v=model.d_v,
             causal=cp == 1,
@@ -438,27 +474,6 @@ class TreeBuilder:
             softcap=model.softcap,
             dtype=inputs.plain_dtype,
         )
-        if self.kernels.stores_scores:
-            kv_heads = core.kv_heads * self._tp
-            yield from stored_scores(core, self.kernels, model.num_heads, kv_heads)
-            return
-        # Keys and values of all ranks of cp.
-        keys = cp * kv_heads * self._tp * (model.d_qk + model.d_v)
-        keeps = SavedTensors(
-            divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads
-        )
-        fused = replace(between("attention.core", *both(core)), keeps=keeps)
-        if model.has_sinks:
-            name = "attention.sinks"
-            fused = replace(fused, params=(Param(name=name, shape=(heads,), part=fused.role),))
-        # Context parallelism exchanges keys and values in the layout that they have.
-        if self.kernels.batch_first and cp == 1:
-            fused = with_transposes(fused, core)
-        if self.kernels.unpads:
-            fused = without_padding(fused, core)
-        if self.kernels.joins_qkv:
-            fused = with_joined_gradients(fused, core)
-        yield fused
 
     def _mlp(self, linears: list[Linear], *, is_shared: bool = False) -> tuple[Module, ...]:
         *ups, down = (self.linear(linear, role_of(linear.name)) for linear in linears)

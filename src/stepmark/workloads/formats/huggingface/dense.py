@@ -8,7 +8,8 @@ from typing import Any
 from stepmark.model.layers import (
     Layer,
 )
-from stepmark.workloads.formats.huggingface.common import (
+from stepmark.workloads.formats.huggingface.keys import Keys, cycle
+from stepmark.workloads.formats.huggingface.shared_fields import (
     Fields,
     all_biases,
     always,
@@ -23,7 +24,6 @@ from stepmark.workloads.formats.huggingface.common import (
     with_defaults,
     with_windows,
 )
-from stepmark.workloads.formats.huggingface.keys import Keys, cycle
 
 
 def llama(keys: Keys, **defaults: Any) -> Fields:

@@ -11,7 +11,9 @@ from stepmark.model.layers import (
     MlaConfig,
     MoeConfig,
 )
-from stepmark.workloads.formats.huggingface.common import (
+from stepmark.workloads.formats.huggingface.dense import exaone4, qwen_windows
+from stepmark.workloads.formats.huggingface.keys import Keys, cycle
+from stepmark.workloads.formats.huggingface.shared_fields import (
     DEFAULT_SEQ_LEN,
     Fields,
     always,
@@ -27,8 +29,6 @@ from stepmark.workloads.formats.huggingface.common import (
     read_windows,
     with_windows,
 )
-from stepmark.workloads.formats.huggingface.dense import exaone4, qwen_windows
-from stepmark.workloads.formats.huggingface.keys import Keys, cycle
 
 
 def mixtral(keys: Keys) -> Fields:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 from stepmark.workloads.formats.huggingface import dense, experts, hybrid, older
-from stepmark.workloads.formats.huggingface.common import Fields
 from stepmark.workloads.formats.huggingface.keys import Keys
+from stepmark.workloads.formats.huggingface.shared_fields import Fields
 
 FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "llama": dense.llama,

@@ -12,7 +12,9 @@ from stepmark.model.layers import (
     MambaConfig,
     MoeConfig,
 )
-from stepmark.workloads.formats.huggingface.common import (
+from stepmark.workloads.formats.huggingface.experts import qwen_experts, shared_gated
+from stepmark.workloads.formats.huggingface.keys import Keys, cycle
+from stepmark.workloads.formats.huggingface.shared_fields import (
     Fields,
     all_biases,
     attention_bias,
@@ -25,8 +27,6 @@ from stepmark.workloads.formats.huggingface.common import (
     read_mamba,
     read_types,
 )
-from stepmark.workloads.formats.huggingface.experts import qwen_experts, shared_gated
-from stepmark.workloads.formats.huggingface.keys import Keys, cycle
 
 
 def _delta(keys: Keys, fields: Fields, value_heads: int) -> Fields:

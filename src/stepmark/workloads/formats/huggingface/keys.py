@@ -108,10 +108,8 @@ class Keys:
         for key in get_close_matches(missing, unknown, n=3, cutoff=cutoff):
             if key not in self.read and key not in _RESEMBLING:
                 allowed = f"it is an unknown field, did you mean `{missing}`?"
-                raise ConfigError(f"{self.where}{ascii(key)[1:-1]}", self._shown(key), allowed)
-
-    def _shown(self, key: str) -> str:
-        return one_line(self.raw.get(key))
+                value = one_line(self.raw.get(key))
+                raise ConfigError(f"{self.where}{ascii(key)[1:-1]}", value, allowed)
 
     def _whole(self, names: tuple[str, ...], default: Any, null: Any, low: int) -> Any:
         value = self._value(names, default)

@@ -6,13 +6,13 @@ Source: configuration_*.py and modeling_*.py of transformers 5.23.
 from stepmark.model.layers import (
     Layer,
 )
-from stepmark.workloads.formats.huggingface.common import (
+from stepmark.workloads.formats.huggingface.keys import Keys
+from stepmark.workloads.formats.huggingface.shared_fields import (
     DEFAULT_SEQ_LEN,
     Fields,
     decoder,
     read_activation,
 )
-from stepmark.workloads.formats.huggingface.keys import Keys
 
 
 def gpt2(keys: Keys) -> Fields:
