@@ -246,8 +246,8 @@ class KernelTimes:
         memory = self._memory_time(op, style)
         if peak is None or memory is None or op.flops is None:
             return None
-        time_s = max(memory.time_s, op.flops / (_ATTENTION_SHARE * peak))
-        return KernelTime(time_s, Basis.LIKE)
+        products_s = op.flops / (_ATTENTION_SHARE * peak)
+        return memory if products_s <= memory.time_s else KernelTime(products_s, Basis.LIKE)
 
     def _memory_time(self, op: Op | Kernel, style: Style) -> KernelTime | None:
         bandwidth = self.device.hbm_bytes_per_s
