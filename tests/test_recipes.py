@@ -199,7 +199,7 @@ def test_a_page_with_a_figure(run: Run, tree: Path) -> None:
 
 def test_a_model_and_a_device(run: Run) -> None:
     code = (
-        "from stepmark.model.model import find_model\n"
+        "from stepmark.model.model_tables import find_model\n"
         "from stepmark.model.device import find_device\n"
         "print(find_model('toy').num_layers, find_device('Toy Accelerator').hbm_bytes)"
     )

@@ -74,9 +74,10 @@ def _optimizers(shape: ModelShape) -> Iterator[Placed]:
     shards = axes.dp_shard * axes.cp
     # ep divides the ranks of dp_shard; the remaining factor shards each expert.
     expert_shards = max(1, shards * axes.tp // (axes.ep * layout.expert_tp))
-    sizes: dict[str, int] = {}
-    for unit in _kinds(shape):
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for unit in shape.root.inside:
         params = unit.all_params
+        kind: tuple[int, ...] = ()
         if not unit.name.startswith("blocks"):
             role = "optimizer_ends"
             params = tuple(param for param in params if not param.is_norm)
@@ -85,26 +86,16 @@ def _optimizers(shape: ModelShape) -> Iterator[Placed]:
         else:
             is_moe = any(param.is_expert for param in params)
             role = "optimizer_moe_layer" if is_moe else "optimizer_layer"
+            kind = tuple(param.numel for param in params)
         numel = sum(
             -(-param.numel // (expert_shards if param.is_expert else shards))
             for param in params
         )
-        sizes[role] = sizes.get(role, 0) + numel
-    for role in sorted(sizes, key="optimizer_ends".__eq__):
-        op = Optimizer(num_params=sizes[role], kind="adamw", dtype=DType.FP32)
+        # Layers of one kind may come in several places.
+        sizes[role, kind] = numel + (0 if kind else sizes.get((role, kind), 0))
+    for role, kind in sorted(sizes, key=lambda key: key[0] == "optimizer_ends"):
+        op = Optimizer(num_params=sizes[role, kind], kind="adamw", dtype=DType.FP32)
         yield _label(shape, role, Phase.OPTIM), op
-
-
-def _kinds(shape: ModelShape) -> Iterator[Module]:
-    """Yield one layer with experts and one without them, and the ends."""
-    seen = set[bool]()
-    for unit in shape.root.inside:
-        is_moe = any(param.is_expert for param in unit.all_params)
-        is_layer = unit.name.startswith("blocks")
-        if not is_layer or is_moe not in seen:
-            yield unit
-        if is_layer:
-            seen.add(is_moe)
 
 
 # Families that a model shapes, in the order of `op all`.
