@@ -1,10 +1,11 @@
 """The widths of a model as options of ours, and back to a name."""
 
+from collections.abc import Iterator
 from dataclasses import fields
 
 from stepmark.framework_files.table import Options
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import ModelConfig
+from stepmark.model.model import LATER, ModelConfig
 
 
 def widths_of(model: ModelConfig) -> Options:
@@ -12,6 +13,9 @@ def widths_of(model: ModelConfig) -> Options:
     if model.attention_bias:
         allowed = "left out: files of frameworks have biases of q, k and v alone, or all"
         raise ConfigError("attention-bias", "true", allowed)
+    if unsaid := [*_unsaid_fields(model)]:
+        allowed = f"one whose {', '.join(unsaid)} a file of a framework can say"
+        raise ConfigError("model", model.name, allowed)
     widths: dict[str, object] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -27,7 +31,11 @@ def widths_of(model: ModelConfig) -> Options:
         "untied": not model.tied_embeddings,
     }
     if mla := model.mla:
-        widths |= {field.name: getattr(mla, field.name) or 0 for field in fields(mla)}
+        widths |= {
+            field.name: getattr(mla, field.name) or 0
+            for field in fields(mla)
+            if field.name != "indexer"
+        }
     else:
         widths |= {"num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     if moe := model.moe:
@@ -41,6 +49,22 @@ def widths_of(model: ModelConfig) -> Options:
         if moe.num_shared_experts:
             widths["shared_ffn_hidden_size"] = moe.shared_ffn_hidden_size
     return {name: str(value) for name, value in widths.items()}
+
+
+def _unsaid_fields(model: ModelConfig) -> Iterator[str]:
+    """Yield fields with an effect that the options below do not have."""
+    for part in (model, model.moe, model.mla):
+        for field in fields(part) if part is not None else ():
+            is_later = field.name in LATER and field.name not in _ROUTING
+            if is_later and getattr(part, field.name) != field.default:
+                yield field.name
+    if model.activation not in ("swiglu", "gelu"):
+        yield "activation"
+    if model.norm not in ("rmsnorm", "layernorm"):
+        yield "norm"
+
+
+_ROUTING = ("scoring", "num_groups", "top_groups")  # which changes no shape
 
 
 NAMES = (

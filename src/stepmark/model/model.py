@@ -42,7 +42,7 @@ NO_IDENTITY = (
 )
 # Fields that were added later: without effect at their defaults, identities of published runs
 # stay.
-_LATER = frozenset(
+LATER = frozenset(
     {
         *("attention_bias", "pattern", "delta", "mamba", "norm_placement", "is_parallel"),
         *("biases", "qk_norm_kind", "rotary_dim", "gate", "has_sinks", "softcap"),
@@ -59,7 +59,7 @@ def identity_of(config: Any) -> dict[str, object]:
         each.name: getattr(config, each.name)
         for each in fields(config)
         if each.name not in NO_IDENTITY
-        and not (each.name in _LATER and getattr(config, each.name) == each.default)
+        and not (each.name in LATER and getattr(config, each.name) == each.default)
     }
 
 
