@@ -60,7 +60,7 @@ def of_model(model: ModelConfig, again: float, *, is_frozen: bool = False) -> To
 
     is_frozen: the model's weights are; torchtitan's and PaLM's conventions count them all.
     """
-    causal = 3 * forward(model)
+    causal = 3 * forward(model) - detached(model)
     if is_frozen:
         causal -= 2 * model.num_active_matmul_params
     return TokenFlops(
@@ -76,6 +76,16 @@ def forward(model: ModelConfig) -> float:
     """Return one token's forward products with the head, without the embedding lookup."""
     mixed = sum(count * scores(model, layer) for layer, count in model.all_layer_counts.items())
     return 2 * model.num_active_matmul_params + mixed
+
+
+def detached(model: ModelConfig) -> float:
+    """Return the FLOPs of input gradients that are not taken: of an indexer's products."""
+    return 2.0 * sum(
+        count * linear.num_weights
+        for layer, count in model.all_layer_counts.items()
+        for linear in model.linears(layer)
+        if not linear.has_input_grad
+    )
 
 
 def scores(model: ModelConfig, layer: Layer = DENSE) -> float:

@@ -93,9 +93,13 @@ def is_unknown(path: Path) -> bool:
     return bool(family) and family not in FAMILIES
 
 
+_SHOWN = 12  # families in a message
+
+
 def _unknown(keys: Keys, path: Path, family: str) -> ConfigError:
     near = nearest(family, FAMILIES)
-    known = f"did you mean {near[0]}?" if near else f"one of {', '.join(FAMILIES)}"
+    first = ", ".join(list(FAMILIES)[:_SHOWN])
+    known = f"did you mean {near[0]}?" if near else f"one of {len(FAMILIES)} ({first}, ...)"
     file = path.name
     install = "" if transformers_version() else f" (pip install '{_EXTRA}')"
     allowed = (

@@ -501,7 +501,7 @@ def _layout_refusals(plan: Plan) -> tuple[_Refusal, ...]:
             f"a divisor of the rows of keys and values ({kv_width})",
         ),
         (
-            model.attention_bias and "experts" not in model.biases,
+            model.attention_bias and not (model.linear_bias or "experts" in model.biases),
             "attention_bias",
             True,
             "false: Megatron-LM has biases of q, k and v alone, or of all linear layers"
