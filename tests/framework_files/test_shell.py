@@ -3,6 +3,7 @@
 import random
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -45,12 +46,14 @@ TRAIN = "\npython train.py --a ${X} $((2*2))\n"
         ("X=1\nif [ a = a ]; then\n for y in 1; do echo $y; done\n X=2\nfi", "2"),
     ],
 )
-def test_what_runs_is_what_a_shell_runs(script: str, value: str) -> None:
+def test_what_runs_is_what_a_shell_runs(script: str, value: str, tmp_path: Path) -> None:
     assert training_words(script + TRAIN) == ["--a", value, "4"]
     if BASH:
         stand_in = 'python() { shift; printf "%s " "$@"; }\ncat() { :; }\n'
         command = [BASH, "-c", stand_in + script + TRAIN]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=tmp_path
+        )
         assert done.stdout.splitlines()[-1].split() == ["--a", value, "4"]
 
 
