@@ -24,7 +24,7 @@ from stepmark.model.ops import Attention, Phase
 from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan
 from stepmark.step.workload import CommOp, ComputeOp
 from stepmark.step_memory.allocator import Allocator, Block
-from stepmark.step_memory.memory import estimate, largest_mbs, verdict
+from stepmark.step_memory.memory import estimate, largest_mbs, stage_estimates, verdict
 from stepmark.workloads.rules.pytorch.case import of_case
 
 GPT = find_model("gpt2-1.5b")
@@ -399,3 +399,16 @@ def test_a_large_model_over_eight_devices() -> None:
     )
     assert 30 * GIB < estimate(sac).allocated_bytes < 80 * GIB
     assert largest_mbs(sac, 141 * 10**9) > largest_mbs(sac, 80 * 10**9) >= 2
+
+
+def test_capped_logits_keep_the_tangent() -> None:
+    """A number of 16 bits for each logit, from the forward to the backward pass."""
+    model = dataclasses.replace(find_model("gemma-3-1b").tiny(), vocab_size=8192)
+    plain, capped = (
+        stage_estimates(
+            TrainCase(model=dataclasses.replace(model, logit_softcap=cap), device="cuda")
+        )[0]
+        for cap in (0.0, 30.0)
+    )
+    more = capped.activations_bytes - plain.activations_bytes
+    assert more == 2 * model.seq_len * model.vocab_size

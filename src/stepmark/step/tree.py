@@ -209,7 +209,8 @@ class TreeBuilder:
         if model.logit_softcap:
             op = memory_kernel("softcap", 6 * size)
             back = memory_kernel("softcap_backward", 7 * size)
-            yield between("head.softcap", (Phase.FWD, op), (Phase.BWD, back))
+            capped = between("head.softcap", (Phase.FWD, op), (Phase.BWD, back))
+            yield replace(capped, keeps=SavedTensors(divided=model.vocab_size))
 
     def block(self, layer: Layer) -> Module:
         """Return mixer and FFN, each with its norms and its residual sum."""

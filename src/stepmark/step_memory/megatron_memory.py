@@ -215,7 +215,9 @@ class _Layers:
         if chunk.has_head:
             saved += 2 * self.rows  # inputs of the last norm and of the head
             logits = plan.tokens * plan.model.vocab_size // plan.tp
-            head = logits * (size + (_FP32 if size < _FP32 else 0) + self.others.logit_bytes)
+            of_logit = size + (_FP32 if size < _FP32 else 0) + self.others.logit_bytes
+            of_logit += size if plan.model.logit_softcap else 0  # the tangent's result
+            head = logits * of_logit
         working = max((kind.working for kind in kinds), default=2 * self.rows)
         return ChunkMemory(saved=saved, working=working + again, head=head)
 
