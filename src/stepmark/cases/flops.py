@@ -79,7 +79,7 @@ def forward(model: ModelConfig) -> float:
 
 
 def detached(model: ModelConfig) -> float:
-    """Return the FLOPs of input gradients that are not taken: of an indexer's products."""
+    """Return the FLOPs of input gradients that are not computed: of an indexer's products."""
     return 2.0 * sum(
         count * linear.num_weights
         for layer, count in model.all_layer_counts.items()
