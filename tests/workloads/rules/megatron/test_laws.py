@@ -26,7 +26,19 @@ from stepmark.workloads.rules.megatron.settings import (
     Granularity,
 )
 
-from .jobs import BIASED, DENSE, EXPERTS, LATENT, comms, computes, jobs, make, matmul_flops
+from .jobs import (
+    BIASED,
+    DENSE,
+    EXPERTS,
+    HYBRID,
+    LATENT,
+    PATTERNS,
+    comms,
+    computes,
+    jobs,
+    make,
+    matmul_flops,
+)
 
 SP = Megatron(sequence_parallel=True)
 
@@ -471,3 +483,24 @@ def test_uneven_parts_are_rounded_up(elements: int, sent: int) -> None:
     )
     kind = Collective.ALL_TO_ALL_V
     assert exchange(plan, kind, elements, "ep", "moe", Phase.FWD) == sent
+
+
+@pytest.mark.parametrize("model", PATTERNS)
+def test_every_gradient_of_a_pattern_is_reduced_once(model: ModelConfig) -> None:
+    """Biases of experts, sinks and states of scans included."""
+    program = workload(make(model, dp_shard=2), Megatron())
+    reduced = sum(op.count for op in comms(program, 0, "gradients"))
+    assert reduced == model.num_params
+
+
+def test_rows_of_latent_experts_have_their_width() -> None:
+    job = make(HYBRID, dp_shard=2, ep=2)
+    assert HYBRID.moe
+    rows = job.tokens * HYBRID.moe.top_k
+    widths = {
+        2 * op.count / rows  # a rank's part of two
+        for op in comms(workload(job, Megatron()), 0, "mlp.dispatch")
+        if op.collective == Collective.ALL_TO_ALL_V
+    }
+    assert HYBRID.moe.latent_size in widths
+    assert HYBRID.hidden_size not in widths
