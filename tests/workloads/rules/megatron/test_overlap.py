@@ -15,7 +15,7 @@ from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
 from stepmark.workloads.rules.megatron.settings import Granularity
 
-from .jobs import DENSE, EXPERTS, comms, jobs, make
+from .jobs import DENSE, EXPERTS, SINKS, comms, jobs, make
 
 SP = Megatron(sequence_parallel=True, ddp_bucket_size=10_000, overlap_grad_reduce=True)
 OVERLAPPED = replace(SP, use_distributed_optimizer=True, overlap_param_gather=True)
@@ -85,6 +85,15 @@ def test_a_micro_batch_is_sent_after_its_pass(pp: int, model: ModelConfig) -> No
                 assert (passed.phase is Phase.FWD) is (op.phase is Phase.FWD)
                 sends += 1
     assert sends == 2 * (2 * pp - 1) * job.num_microbatches
+
+
+def test_a_buffer_of_any_size_is_not_gathered() -> None:
+    """An odd number of parameters on a stage, whose transfers wait for what is in flight."""
+    job = make(SINKS, microbatches=4, dp_shard=2, tp=8, pp=4)
+    settings = Megatron(
+        virtual_pipeline_model_parallel_size=2, overlap_p2p_comm=False, sequence_parallel=True
+    )
+    assert not list(comms(workload(job, settings), 0, "parameters"))
 
 
 def test_first_parameters_are_gathered_when_the_chunks_input_has_come() -> None:

@@ -311,6 +311,9 @@ class _StageBuilder:
         )
 
     def gathers(self, chunk: int) -> tuple[CommOp, ...]:
+        """Return the gathers of a chunk's parameters in the forward pass, if any are there."""
+        if not self.plan.settings.overlap_param_gather:
+            return ()  # buffers of other optimizers are of any size and are not gathered
         return tuple(
             op
             for bucket in self.params.buckets[chunk]
