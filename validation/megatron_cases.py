@@ -90,6 +90,10 @@ def deep(model: ModelConfig, num_layers: int) -> ModelConfig:
     return replace(model, num_layers=num_layers)
 
 
+def predicting(model: ModelConfig, num_mtp_layers: int = 1) -> ModelConfig:
+    return replace(model, num_mtp_layers=num_mtp_layers)
+
+
 SP = {"sequence_parallel": True}
 SHARDED = {"use_distributed_optimizer": True}
 REDUCED = {"overlap_grad_reduce": True, "ddp_bucket_size": 20_000}
@@ -368,5 +372,33 @@ CASES: dict[str, Case] = {
     ),
     "latent-pp2": Case(
         model=deep(LATENT, 4), mesh={"pp": 2, **EP2}, microbatches=3, settings=SHARDED
+    ),
+    "pp2-vpp2-tied": Case(
+        model=deep(TIED, 4), mesh={**PP2, **DP2}, microbatches=4, settings={**VPP2, **SHARDED}
+    ),
+    "pp2-vpp2-tied-overlap": Case(
+        model=deep(TIED, 4), mesh={**PP2, **DP2}, microbatches=4, settings={**VPP2, **BOTH}
+    ),
+    "mtp-tp2": Case(model=predicting(LLAMA), mesh=TP2),
+    "mtp-tp2-sp": Case(model=predicting(LLAMA), mesh=TP2, settings=SP),
+    "mtp-dp2-tied-overlap": Case(model=predicting(TIED), mesh=DP2, settings=BOTH),
+    "mtp-pp2": Case(model=predicting(LLAMA), mesh=PP2, microbatches=3),
+    "mtp-pp2-dp2-overlap": Case(model=predicting(LLAMA), mesh={**PP2, **DP2}, settings=BOTH),
+    "mtp2-pp2-tp2-sp-full": Case(
+        model=predicting(LLAMA, 2),
+        mesh={"pp": 2, "tp": 2},
+        settings={**SP, "recompute_granularity": Granularity.FULL},
+    ),
+    "mtp-pp2-vpp2": Case(
+        model=predicting(deep(LLAMA, 4)),
+        mesh={**PP2, **DP2},
+        microbatches=4,
+        settings={**VPP2, **SHARDED},
+    ),
+    "mtp-latent-pp2": Case(
+        model=predicting(deep(LATENT, 4)), mesh={"pp": 2, **EP2}, settings=SHARDED
+    ),
+    "mtp-latent-tp2-sp": Case(
+        model=predicting(LATENT), mesh={"tp": 2, **EP2}, settings={**SP, **BOTH}
     ),
 }  # fmt: skip

@@ -81,6 +81,7 @@ def _shape(job: Job) -> dict[str, Any]:
     model, gated = job.model, job.model.activation == "swiglu"
     return {
         "num_layers": model.num_layers,
+        "mtp_num_layers": model.num_mtp_layers or None,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_heads,
         "num_query_groups": model.num_kv_heads,
@@ -191,6 +192,17 @@ def _block(job: Job, config: Any, chunk: int | None) -> TransformerBlockSubmodul
             attention.core_attention = LocalAttention
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def _predictors(config: Any, block: TransformerBlockSubmodules, chunk: int | None) -> Any:
+    """Return the modules of multi-token prediction of a model chunk; None: it has none."""
+    spec = gpt_layer_specs.get_gpt_mtp_block_spec(
+        config, block, use_transformer_engine=False, vp_stage=chunk
+    )
+    for layer in spec.layer_specs if spec else ():
+        inner = layer.submodules
+        inner.enorm = inner.hnorm = inner.layer_norm = Norm
+    return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,9 +350,12 @@ def build(job: Job, settings: Megatron, recorder: Recorder) -> Trainee:
 def _wrapped(job: Job, settings: Megatron, config: Any, chunk: int | None) -> Any:
     """Return a model chunk wrapped in DDP."""
     ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
+    block = _block(job, config, chunk)
+    predictors = _predictors(config, block, chunk) if job.model.num_mtp_layers else None
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_block(job, config, chunk),
+        transformer_layer_spec=block,
+        mtp_block_spec=predictors,
         vocab_size=job.model.vocab_size,
         max_sequence_length=job.model.max_positions or job.model.seq_len,
         pre_process=parallel_state.is_pipeline_first_stage(**ends),

@@ -186,7 +186,8 @@ class TreeBuilder:
             "concatenate", 4 * self.own_tokens * width * self.inputs.plain_dtype.itemsize
         )
         projection = self.linear(model.mtp_projection, "mtp.projection")
-        norm, *rest = self.output().inside
+        _, *rest = self.output().inside
+        norm = self._residual_norm("norm", "mtp.norm")
         inside = (
             replace(lookup, name="embedding", params=(), is_module=False),
             self._residual_norm("embedding_norm", "mtp.embedding_norm"),
@@ -194,7 +195,7 @@ class TreeBuilder:
             between("mtp.joined", (Phase.FWD, joined), (Phase.BWD, joined)),
             replace(projection, keeps=SavedTensors(whole=2 * width)),
             *self.block(model.mtp_layer).inside,
-            replace(norm, name="norm", params=self._residual_norm("norm", "").params),
+            replace(norm, keeps=SavedTensors(whole=width)),
             *(replace(leaf, params=()) for leaf in rest),
         )
         return self._trained(Module(name="mtp.0", inside=inside))

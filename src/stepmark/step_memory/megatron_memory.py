@@ -37,6 +37,7 @@ from stepmark.workloads.rules.megatron import gradients, narrow
 from stepmark.workloads.rules.megatron.chunk import (
     Kind,
     kinds_of,
+    params_of,
     plan_of,
     selected,
 )
@@ -144,26 +145,23 @@ class _Layers:
     def params(self) -> dict[str, tuple[gradients.Param, ...]]:
         """Trained parameters of a layer by kind."""
         plan = self.plan
-        return {
-            kind.name: gradients.layer_params(plan_of(plan, kind), kind.layer)
-            for kind in dict.fromkeys(self.kinds)
-        }
+        return {kind.name: params_of(plan, kind) for kind in dict.fromkeys(self.kinds)}
 
     @cached_property
     def layers(self) -> dict[str, "_Layer"]:
         """What a layer keeps by kind."""
         return {
-            kind.name: _layer(plan_of(self.plan, kind), kind.layer)
+            kind.name: _layer(plan_of(self.plan, kind), kind)
             for kind in dict.fromkeys(self.kinds)
         }
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kind of each layer of the model."""
+        """Kind of each layer of the model, then of each multi-token prediction."""
         return kinds_of(self.plan)
 
     def params_of(self, chunk: Chunk) -> tuple[gradients.Param, ...]:
-        kinds = [self.kinds[layer].name for layer in chunk.layers]
+        kinds = [self.kinds[unit].name for unit in chunk.units]
         return gradients.chunk_params(self.plan, chunk, kinds, self.params)
 
     def num_frozen(self, chunk: Chunk) -> int:
@@ -196,10 +194,11 @@ class _Layers:
         size = plan.job.dtype.itemsize
         kinds = [self.layers[self.kinds[layer].name] for layer in chunk.layers]
         saved = 0
+        is_uniform = settings.recompute_method == "uniform"
         again = max((kind.recomputed for kind in kinds), default=0)
         if settings.recompute_granularity is Granularity.FULL:
             count = settings.recompute_num_layers
-            if settings.recompute_method == "uniform":
+            if is_uniform:
                 saved = self.rows * -(-len(kinds) // count)
                 groups = (kinds[first : first + count] for first in range(0, len(kinds), count))
                 again = max((sum(kind.saved for kind in group) for group in groups), default=0)
@@ -209,6 +208,14 @@ class _Layers:
                 again = max((kind.saved for kind in kinds[:count]), default=0)
         else:
             saved = sum(kind.saved for kind in kinds)
+        for unit in chunk.units[chunk.num_layers :]:
+            kind = self.layers[self.kinds[unit].name]
+            if settings.recompute_granularity is Granularity.FULL and is_uniform:
+                saved += 2 * self.rows  # the hidden state and the next token's embedding
+                again = max(again, kind.saved)
+            else:
+                saved += kind.saved
+            kinds.append(kind)
         head = 0
         if chunk.has_embedding and plan.kernels.dropout_of_rows:
             saved += self.rows // size  # the mask, a byte an element
@@ -217,7 +224,9 @@ class _Layers:
             logits = plan.tokens * plan.model.vocab_size // plan.tp
             of_logit = size + (_FP32 if size < _FP32 else 0) + self.others.logit_bytes
             of_logit += size if plan.model.logit_softcap else 0  # the tangent's result
-            head = logits * of_logit
+            # A prediction's softmax stays, in fp32, while the model's own logits are computed.
+            head = logits * (of_logit + _FP32 * chunk.num_mtp)
+            saved += self.rows * chunk.num_mtp  # input of its logits
         working = max((kind.working for kind in kinds), default=2 * self.rows)
         return ChunkMemory(saved=saved, working=working + again, head=head)
 
@@ -231,8 +240,9 @@ class _Layer:
     working: int
 
 
-def _layer(plan: Plan, layer: Layer) -> _Layer:
-    leaves = [leaf for leaf in plan.tree.block(layer).walk() if leaf.work]
+def _layer(plan: Plan, kind: Kind) -> _Layer:
+    unit = plan.tree.mtp() if kind.is_mtp else plan.tree.block(kind.layer)
+    leaves = [leaf for leaf in unit.walk() if leaf.work and not leaf.role.startswith("head")]
     groups = selected(plan, [leaf.role for leaf in leaves])
     saved = dropped = 0
     before = ""  # group of the module before

@@ -117,7 +117,8 @@ GATED = replace(
         shared_gate=True,
     ),
 )
-PATTERNS = (SLIDING, SINKS, HYBRID, GATED)
+PREDICTING = replace(LATENT, num_mtp_layers=2)
+PATTERNS = (SLIDING, SINKS, HYBRID, GATED, PREDICTING)
 
 
 def make(

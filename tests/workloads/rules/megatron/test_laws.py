@@ -125,9 +125,11 @@ def test_every_gradient_is_reduced_once(made: tuple[Job, Megatron]) -> None:
         return
     model, tp = program.model, job.parallel.tp
     assert model is not None
-    bias = model.moe.num_experts * model.num_moe_layers if model.moe else 0
+    of_all = model.num_moe_layers + (model.num_mtp_layers if model.moe else 0)
+    bias = model.moe.num_experts * of_all if model.moe else 0
     bias = bias if model.moe and model.moe.router_bias else 0
-    again = model.head_params if model.tied_embeddings and job.parallel.pp > 1 else 0
+    is_twice = model.tied_embeddings or model.num_mtp_layers
+    again = model.head_params if is_twice and job.parallel.pp > 1 else 0
     stored = model.num_params - bias + again
     if tp == 1:
         if not settings.use_distributed_optimizer:

@@ -11,11 +11,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
-from stepmark.model.layers import MlaConfig, MoeConfig
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.model.parallel import ParallelConfig
@@ -44,11 +44,8 @@ def read(name: str) -> dict[str, Any]:
 
 
 def made(told: Mapping[str, Any]) -> Workload:
-    model = dict(told["model"])
-    model["moe"] = MoeConfig(**model["moe"]) if model["moe"] else None
-    model["mla"] = MlaConfig(**model["mla"]) if model["mla"] else None
     job = Job(
-        model=ModelConfig(**{**model, "aliases": ()}),
+        model=msgspec.convert(told["model"], ModelConfig),
         parallel=ParallelConfig(**told["mesh"]),
         mbs=told["mbs"],
         gbs=told["gbs"],
@@ -166,7 +163,7 @@ def products(workload: Workload, stage: int) -> Counter[tuple[str, int, int, int
 def test_all_ways_to_train_are_there() -> None:
     """A mesh axis, a setting or a model that no golden has would be unchecked."""
     told = [read(name)["case"] for name in CASES]
-    assert len(told) == 79
+    assert len(told) == 90
     meshes = {axis for case in told for axis, size in case["mesh"].items() if size > 1}
     assert meshes == {"tp", "pp", "cp", "ep", "dp_shard", "dp_replicate"}
     seen = {name for case in told for name in case["settings"]}

@@ -24,10 +24,25 @@ from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workloads.rules.megatron import gradients, narrow
 from stepmark.workloads.rules.megatron.combined import order, pieces
-from stepmark.workloads.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
-from stepmark.workloads.rules.megatron.layer import attention, embedding, experts, head, mlp
+from stepmark.workloads.rules.megatron.gradients import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    Bucket,
+    Param,
+)
+from stepmark.workloads.rules.megatron.layer import (
+    around_mtp,
+    attention,
+    embedding,
+    experts,
+    head,
+    mlp,
+    mtp_heads,
+)
 from stepmark.workloads.rules.megatron.layer import data as data_of
 from stepmark.workloads.rules.megatron.lora import adapted
+from stepmark.workloads.rules.megatron.narrow import Fp4Format
 from stepmark.workloads.rules.megatron.settings import Granularity, Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
 from stepmark.workloads.rules.megatron.steps import (
@@ -42,11 +57,15 @@ _LATENT_UP = ("attention.q_up", "attention.q", "attention.kv_up", "attention.rop
 
 
 class Kind(NamedTuple):
-    """Layers with the same operations. is_bf16: it stays so among narrow ones."""
+    """Layers with the same operations. is_bf16: it stays so among narrow ones.
+
+    is_mtp: a module of multi-token prediction, with such a layer inside.
+    """
 
     name: str
     layer: Layer
     is_bf16: bool
+    is_mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,21 +108,28 @@ class Library:
             steps = _layer(plan, kind)
             own = plan_of(plan, kind)
             name = kind.name
-            self.of_layer[name] = gradients.layer_params(own, kind.layer)
+            self.of_layer[name] = params_of(plan, kind)
             block = own.tree.block(kind.layer)
             self.num_products[name] = narrow.num_products(block.walk())
-            self.add(f"{name}.forward", forward(steps))
+            # The next token's embedding is looked up outside of the checkpoint.
+            before = embedding(plan) if kind.is_mtp else ()
+            self.add(f"{name}.forward", forward((*before, *steps)))
             self.add(f"{name}.again", forward(steps, again=True))
             groups = selected(plan, [step.module for step in steps])
-            self.add(f"{name}.backward", backward(steps, groups))
+            self.add(f"{name}.backward", backward((*before, *steps), groups))
             if plan.settings.overlap_moe_expert_parallel_comm:
                 self._add_pieces(kind)
-            self.add(f"{name}.full", (*self.operations[f"{name}.again"], *backward(steps)))
+            again = self.operations[f"{name}.again"]
+            self.add(f"{name}.full", (*again, *backward((*before, *steps))))
         self.add("embedding.forward", forward(embedding(plan)))
         self.add("embedding.backward", backward(embedding(plan)))
-        last = head(plan)
-        self.add("head.forward", forward(last))
-        self.add("head.backward", backward(last))
+        ends = {"head": head(plan)}
+        if plan.model.num_mtp_layers:  # the norm comes before it, all logits behind it
+            norm, *logits = head(plan)
+            ends = {"norm": (norm,), "head": (*mtp_heads(plan, logits), *logits)}
+        for name, last in ends.items():
+            self.add(f"{name}.forward", forward(last))
+            self.add(f"{name}.backward", backward(last))
 
     def _add_pieces(self, kind: Kind) -> None:
         """Add the pieces of a layer that runs in turns with another one."""
@@ -211,14 +237,19 @@ class Library:
 
 
 def kinds_of(plan: Plan) -> tuple[Kind, ...]:
-    """Return the kind of each layer of the model."""
-    named = _named_layers(plan.model)
+    """Return the kind of each layer of the model, then of each multi-token prediction."""
+    model = plan.model
+    named = _named_layers(model)
     count = len(named)
     stays = (narrow.is_bf16_layer(plan.settings, layer, count) for layer in range(count))
-    return tuple(
+    layers = (
         Kind(f"{name}.bf16" if is_bf16 else name, layer, is_bf16)
         for (name, layer), is_bf16 in zip(named, stays, strict=True)
     )
+    # It has FP8, and no FP4 (multi_token_prediction.py, _proj_and_transformer_layer).
+    is_bf16 = plan.settings.fp4_format is not Fp4Format.NONE
+    predicts = (Kind("mtp", model.mtp_layer, is_bf16, is_mtp=True),) * model.num_mtp_layers
+    return (*layers, *predicts)
 
 
 @lru_cache(maxsize=64)
@@ -237,12 +268,19 @@ def plan_of(plan: Plan, kind: Kind) -> Plan:
     return plan.in_bf16 if kind.is_bf16 else plan
 
 
+def params_of(plan: Plan, kind: Kind) -> tuple[Param, ...]:
+    """Return the parameters of a layer of this kind."""
+    own = plan_of(plan, kind)
+    layer = gradients.layer_params(own, kind.layer)
+    return gradients.mtp_params(own, layer) if kind.is_mtp else layer
+
+
 def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     """Return those of data, embedding, layers and head that the chunk has."""
     plan = library.plan
     segments: list[Segment] = []
     if chunk.has_embedding or chunk.has_head:
-        first = chunk.has_embedding
+        first = chunk.has_embedding or chunk.num_mtp > 0
         last = chunk.has_head
         name = f"data{'.first' if first else ''}{'.last' if last else ''}"
         data = data_of(plan, first=first, last=last)
@@ -250,13 +288,23 @@ def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     if chunk.has_embedding:
         segments.append(Segment(block="embedding.forward", places=(EMBEDDING,)))
     kinds = kinds_of(plan)
-    for place, layer in enumerate(chunk.layers):
-        name = f"{kinds[layer].name}.forward"
-        segments.append(Segment(block=name, layer=layer, places=(place,)))
+    layers = [
+        Segment(block=f"{kinds[unit].name}.forward", layer=unit, places=places_of(chunk, place))
+        for place, unit in enumerate(chunk.units)
+    ]
+    segments += layers[: chunk.num_layers]
     segments += _amax(library, chunk, Phase.FWD)
+    if chunk.num_mtp:
+        segments.append(Segment(block="norm.forward", places=(NORM,)))
+        segments += layers[chunk.num_layers :]
     if chunk.has_head:
         segments.append(Segment(block="head.forward", places=(HEAD,)))
     return segments
+
+
+def places_of(chunk: Chunk, place: int) -> tuple[int, ...]:
+    """Return the places of a layer, or of multi-token prediction, which has a table, too."""
+    return (place, EMBEDDING) if place >= chunk.num_layers else (place,)
 
 
 def backward_segments(library: Library, chunk: Chunk) -> list[Segment]:
@@ -302,6 +350,13 @@ def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
         block = _together(library, group) if recomputed else f"{group[0].name}.backward"
         places = tuple(range(first, first + step))
         segments.append(Segment(block=block, layer=chunk.first_layer + first, places=places))
+    if chunk.num_mtp:
+        segments.append(Segment(block="norm.backward", places=(NORM,)))
+    # Each is a checkpoint of its own; "block" skips them (_checkpointed_forward).
+    block = f"mtp.{'full' if uniform else 'backward'}"
+    for place in range(chunk.num_layers, len(chunk.units)):
+        unit = chunk.units[place]
+        segments.append(Segment(block=block, layer=unit, places=places_of(chunk, place)))
     return segments
 
 
@@ -371,7 +426,8 @@ def _at_microbatch(block: Block, microbatch: int) -> Iterator[Run]:
 
 
 def _layer(plan: Plan, kind: Kind) -> tuple[Step, ...]:
-    return tuple(itertools.chain(*_parts(plan, kind)))
+    layer = tuple(itertools.chain(*_parts(plan, kind)))
+    return tuple(around_mtp(plan_of(plan, kind), layer)) if kind.is_mtp else layer
 
 
 def _parts(
@@ -430,36 +486,44 @@ def first_forward(
 ) -> list[Segment]:
     """Make modules wait for their bucket, before which the next bucket's gather is issued.
 
-    begun: the step has computed or waited before, if only for the chunk's input.
+    A module's bucket and the next one of the chain are gathered if they are not yet
+    (finish_param_sync). begun: the step has computed or waited before, if only for the chunk's
+    input.
     """
-    where = _where(segments)
+    where = _where(segments, first=True)
     changes: dict[tuple[int, int], Change] = {}
     for expert in (False, True):
         chain = [bucket for bucket in reversed(buckets) if bucket.expert is expert]
-        for index, bucket in enumerate(chain):
-            name = f"{gradients.stream_of(bucket)}.parameters"
-            next_buckets = chain[0:2] if index == 0 else chain[index + 1 : index + 2]
-            sent: list[CommOp] = []
-            for following in next_buckets:
-                sent += gradients.gather(library.plan, following, name=name)
-            if not gradients.gather(library.plan, bucket, name=name):
+        places = [
+            min(_at(library, segments, where, param, last=False) for param in bucket.params)
+            for bucket in chain
+        ]
+        issued: list[int] = []
+        for place, index in sorted(zip(places, range(len(chain)), strict=True)):
+            name = f"{gradients.stream_of(chain[index])}.parameters"
+            new = [each for each in (index, index + 1) if each < len(chain)]
+            sent = [
+                op
+                for each in new
+                if each not in issued
+                for op in gradients.gather(library.plan, chain[each], name=name)
+            ]
+            issued += [each for each in new if each not in issued]
+            if not gradients.gather(library.plan, chain[index], name=name):
                 continue
-            place = min(
-                _at(library, segments, where, param, last=False) for param in bucket.params
-            )
-            newest = index + 1 == len(chain)
+            later = len(issued) - 1 - issued.index(index)
             change = changes.get(place, Change())
             changes[place] = Change(
                 before=(*change.before, *sent),
-                after=(*change.after, name if newest else f"{name}~1"),
+                after=(*change.after, f"{name}~{later}" if later else name),
             )
     return library.changed(segments, changes, begun=begun)
 
 
-def _where(segments: Sequence[Segment]) -> dict[int, int]:
-    return {
-        place: number for number, segment in enumerate(segments) for place in segment.places
-    }
+def _where(segments: Sequence[Segment], *, first: bool = False) -> dict[int, int]:
+    """Return the segment that uses a place's parameters last, or first."""
+    pairs = [(place, number) for number, each in enumerate(segments) for place in each.places]
+    return dict(reversed(pairs) if first else pairs)
 
 
 def _at(

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from stepmark.ground.dtypes import DType
@@ -32,6 +33,7 @@ from stepmark.workloads.rules.megatron.stage_partition import Chunk
 # places of parameters that belong to no layer
 EMBEDDING = -1
 HEAD = -2
+NORM = -3
 # One communicator sums over the optimizer instances, for dense parameters and for experts.
 INSTANCES = "instances"
 _FP32 = DType.FP32.itemsize
@@ -47,7 +49,7 @@ class Param:
     expert: bool = False  # reduced over the ranks with the same experts
     own_bucket: bool = False  # shared by first and last stage
     is_narrow: bool = False  # an operand of narrow products, cast once per step
-    place: int = 0  # layer of the chunk, or EMBEDDING, HEAD
+    place: int = 0  # layer of the chunk, or EMBEDDING, HEAD, NORM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,17 +118,42 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
         yield Param(module=leaf.role, count=count, whole=is_whole)
 
 
+def mtp_params(plan: Plan, layer: tuple[Param, ...]) -> tuple[Param, ...]:
+    """Return the parameters of a module of multi-token prediction. layer: those inside."""
+    before, after = (
+        [
+            param
+            for leaf in plan.tree.mtp().walk()
+            if leaf.role in roles and leaf.params
+            for param in _params(plan, leaf)
+        ]
+        for roles in (("mtp.embedding_norm", "mtp.hidden_norm", "mtp.projection"), ("mtp.norm",))
+    )
+    return (*before, *layer, *after)
+
+
+def has_table_twice(plan: Plan) -> bool:
+    """Return whether first and last stage both have the table of tokens, trained.
+
+    Multi-token prediction looks tokens up on the last one (language_module.py,
+    setup_embeddings_and_output_layer).
+    """
+    model = plan.model
+    shares = model.tied_embeddings or model.num_mtp_layers > 0
+    return shares and plan.job.parallel.pp > 1
+
+
 def chunk_params(
     plan: Plan, chunk: Chunk, kinds: Sequence[str], of_layer: Mapping[str, tuple[Param, ...]]
 ) -> tuple[Param, ...]:
     """Return a chunk's parameters in the order of named_parameters.
 
-    kinds: of the layers. of_layer: layer_params of each kind.
+    kinds: of the units. of_layer: parameters of each kind.
     """
     model = plan.model
     params = list[Param]()
-    shared = model.tied_embeddings and plan.job.parallel.pp > 1
-    if chunk.has_embedding:
+    shared = has_table_twice(plan)
+    if chunk.has_embedding or chunk.num_mtp:
         for table in plan.tree.embedding().all_params:
             if not table.is_trained:
                 continue
@@ -134,41 +161,57 @@ def chunk_params(
             params.append(
                 Param(module="embedding", count=table.numel, place=EMBEDDING, own_bucket=alone)
             )
-    for place, kind in enumerate(kinds):
-        params += [replace(param, place=place) for param in of_layer[kind]]
+    norm, head, *_ = plan.tree.output().inside
+    layers = [
+        replace(param, place=place)
+        for place, kind in enumerate(kinds)
+        for param in of_layer[kind]
+    ]
+    num_before = sum(len(of_layer[kind]) for kind in kinds[: chunk.num_layers])
+    params += layers[:num_before]
     if chunk.has_head:
-        norm, head, *_ = plan.tree.output().inside
-        leaves = [norm, head] if shared or not model.tied_embeddings else [norm]
-        for leaf in leaves:
-            alone = shared and leaf is head
-            params += [
-                replace(param, place=HEAD, own_bucket=alone) for param in _params(plan, leaf)
-            ]
+        place = NORM if chunk.num_mtp else HEAD
+        params += [replace(param, place=place) for param in _params(plan, norm)]
+    params += layers[num_before:]
+    if chunk.has_head and (shared or not model.tied_embeddings):
+        alone = shared and model.tied_embeddings
+        params += [
+            replace(param, place=HEAD, own_bucket=alone) for param in _params(plan, head)
+        ]
     return tuple(params)
 
 
-def buckets(plan: Plan, params: Sequence[Param], *, split: bool) -> tuple[Bucket, ...]:
+def buckets(
+    plan: Plan, params: Sequence[Param], *, split: bool, together: bool = False
+) -> tuple[Bucket, ...]:
     """Return buckets of dense parameters, then of experts; the last parameters come first.
 
     split: several buckets, as on the first stage's first chunk if reductions overlap.
+    together: in one call, as on a stage's later chunks (partition_buckets).
     """
     # Parameters that are gathered in FP8 have buffers of their own, with their gradients.
     types = (True, False) if narrow.gathers_fp8(plan) else (False,)
-    return tuple(
-        replace(bucket, is_fp8=is_fp8)
-        for expert in (False, True)
-        for is_fp8 in types
-        for bucket in _cut(
-            plan,
-            [
-                param
-                for param in params
-                if param.expert is expert and (len(types) == 1 or param.is_narrow is is_fp8)
-            ],
-            split,
-            expert,
-        )
-    )
+    found = list[Bucket]()
+    for expert, is_fp8 in product((False, True), types):
+        own = [
+            param
+            for param in params
+            if param.expert is expert and (len(types) == 1 or param.is_narrow is is_fp8)
+        ]
+        cut = _cut(plan, own, split, expert)
+        found += [
+            replace(bucket, is_fp8=is_fp8) for bucket in (_as_one(cut) if together else cut)
+        ]
+    return tuple(found)
+
+
+def _as_one(cut: Iterable[Bucket]) -> Iterator[Bucket]:
+    """Yield buckets that are sent in one call as one."""
+    own = list(cut)
+    if own:
+        params = tuple(param for bucket in own for param in bucket.params)
+        padded = sum(bucket.padded for bucket in own)
+        yield replace(own[0], params=params, padded=padded)
 
 
 def _cut(plan: Plan, params: list[Param], split: bool, expert: bool) -> Iterator[Bucket]:
@@ -311,7 +354,7 @@ def _grad_finalize(plan: Plan, stage: StageParams) -> list[Operation]:
     summed = partial(plan.comms, Collective.ALL_REDUCE)
     if num_whole:
         ops += summed(num_whole, "tp", phase, "gradients.norms", kind)
-    is_tied = plan.model.tied_embeddings and plan.lora is None
+    is_tied = has_table_twice(plan) and plan.lora is None
     if is_tied and (stage.is_first or stage.is_last):
         table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
         ops += summed(table, "embd", phase, "gradients.embedding", kind)

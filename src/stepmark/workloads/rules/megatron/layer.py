@@ -22,7 +22,7 @@ Compared with a run of megatron-core in which routing is even (tests/data/megatr
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -215,6 +215,43 @@ def head(plan: Plan) -> tuple[Step, ...]:
         *map(of_leaf, scaled),
         Step(module=loss.role, fwd=(*loss.fwd, *sums), bwd=loss.bwd),
     )
+
+
+def around_mtp(plan: Plan, layer: Iterable[Step]) -> Iterator[Step]:
+    """Yield multi-token prediction around its layer, from the norms to the norm before logits.
+
+    The projection's output features, over tp, are gathered whole, and under sequence
+    parallelism each rank goes on with its tokens. Source:
+    transformer/multi_token_prediction.py (_concat_embeddings, _postprocess).
+    """
+    parts = {leaf.role: leaf for leaf in plan.tree.mtp().walk() if leaf.work}
+    hidden = plan.model.hidden_size
+    for name in ("embedding_norm", "hidden_norm", "joined"):
+        yield of_leaf(parts[f"mtp.{name}"])
+    projection = column(plan, parts["mtp.projection"], 2 * hidden)
+    module = projection.module
+    send = partial(plan.inside, Collective.ALL_GATHER, plan.tokens * hidden, "tp")
+    whole = send(Phase.FWD, module)
+    again = send(Phase.DGRAD, module) if plan.sequence_parallel else ()
+    yield replace(
+        projection, fwd=(*projection.fwd, *whole), bwd=(*again, *projection.bwd)
+    )
+    yield from layer
+    yield of_leaf(parts["mtp.norm"])
+
+
+def mtp_heads(plan: Plan, logits: Sequence[Step]) -> Iterator[Step]:
+    """Yield logits and loss of each prediction, behind the hidden states as one tensor."""
+    count = plan.model.num_mtp_layers
+    numel = (1 + count) * plan.own_tokens * plan.model.hidden_size
+    kernel = memory_kernel("concatenate", 2 * numel * plan.job.dtype.itemsize)
+    joined, split = (
+        ComputeOp(op=kernel, phase=phase, module="mtp.states", microbatch=0)
+        for phase in (Phase.FWD, Phase.BWD)
+    )
+    yield Step(module="mtp.states", fwd=(joined,), bwd=(split,))
+    for _ in range(count):
+        yield from logits
 
 
 def data(plan: Plan, *, first: bool, last: bool) -> tuple[Operation, ...]:

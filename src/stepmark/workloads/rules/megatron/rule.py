@@ -182,7 +182,7 @@ class _StageBuilder:
         self.plan = plan = library.plan
         self.blocks = library.blocks
         of_model = kinds_of(plan)
-        kinds = [[of_model[layer] for layer in chunk.layers] for chunk in chunks]
+        kinds = [[of_model[unit] for unit in chunk.units] for chunk in chunks]
         params = tuple(
             gradients.chunk_params(plan, chunk, [kind.name for kind in own], library.of_layer)
             for chunk, own in zip(chunks, kinds, strict=True)
@@ -190,7 +190,9 @@ class _StageBuilder:
         self.params = StageParams(
             params=params,
             buckets=tuple(
-                gradients.buckets(plan, own, split=index == 0 and number == 0)
+                gradients.buckets(
+                    plan, own, split=index == 0 and number == 0, together=number > 0
+                )
                 for number, own in enumerate(params)
             ),
             is_first=index == 0,
@@ -361,7 +363,8 @@ class _StageBuilder:
     def setup(self) -> str:
         """Add the sum that gives first and last stage equal tables (language_module.py)."""
         plan = self.plan
-        if not plan.model.tied_embeddings or not (self.params.is_first or self.params.is_last):
+        ends = self.params.is_first or self.params.is_last
+        if not (gradients.has_table_twice(plan) and ends):
             return ""
         table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
         ops = plan.comms("all_reduce", table, "embd", Phase.OPTIM, "embedding")

@@ -553,7 +553,6 @@ def _pattern_refusals(model: ModelConfig) -> tuple[_Refusal, ...]:
             (model.gate == "head", "a gate per head"),
             (model.residual_multiplier != 1, "scaled residuals"),
             (some_biases, "biases of single kinds of linear layers"),
-            (model.num_mtp_layers > 0, "multi-token prediction (not modelled yet)"),
         )
     )
 
@@ -607,6 +606,49 @@ def _technique_refusals(plan: Plan) -> tuple[_Refusal, ...]:
         *_userbuffer_refusals(plan),
         *_lora_refusals(plan),
         *_combined_refusals(plan),
+        *_mtp_refusals(plan),
+    )
+
+
+def _mtp_refusals(plan: Plan) -> tuple[_Refusal, ...]:
+    """Return what Megatron-LM refuses with multi-token prediction, and what is not modelled."""
+    model = plan.model
+    settings = plan.settings
+    parallel = plan.job.parallel
+    if not model.num_mtp_layers:
+        return ()
+    what = "with multi-token prediction"
+    fp8 = settings.fp8_format is not Fp8Format.NONE
+    is_delayed = fp8 and settings.fp8_recipe is Fp8Recipe.DELAYED
+    is_full = settings.recompute_granularity is Granularity.FULL
+    count = settings.recompute_num_layers
+    # An assertion of _checkpointed_forward.
+    is_several = is_full and settings.recompute_method == "uniform" and count > 1
+    combined = "overlap_moe_expert_parallel_comm"
+    return (
+        (model.max_positions, "max_positions", model.max_positions, f"0 (rotary) {what}"),
+        (
+            model.tied_embeddings and parallel.pp > 1,
+            "pp",
+            parallel.pp,
+            f"1 {what} and tied embeddings (megatron-core keeps an unused head there)",
+        ),
+        (is_several, "recompute_num_layers", count, f"1 {what} and uniform recompute"),
+        (parallel.cp > 1, "cp", parallel.cp, f"1 {what} (its messages are not modelled)"),
+        (plan.lora is not None, "lora_rank", settings.lora_rank, f"left out {what}"),
+        (
+            is_delayed,
+            "fp8_recipe",
+            settings.fp8_recipe,
+            f"tensorwise, blockwise or mxfp8 {what} (other reductions are not modelled)",
+        ),
+        (settings.tp_comm_overlap, "tp_comm_overlap", True, f"false {what} (not modelled)"),
+        (
+            settings.overlap_moe_expert_parallel_comm,
+            combined,
+            True,
+            f"false {what} (not modelled)",
+        ),
     )
 
 

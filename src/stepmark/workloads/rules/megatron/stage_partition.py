@@ -20,16 +20,26 @@ _LAST = "decoder_last_pipeline_num_layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Consecutive layers, with the embedding before or the head after them."""
+    """Consecutive layers, with the embedding before or the head after them.
+
+    num_mtp: modules of multi-token prediction, which are with the head and are counted on
+    behind the last layer.
+    """
 
     first_layer: int
     num_layers: int
     has_embedding: bool
     has_head: bool
+    num_mtp: int = 0
 
     @property
     def layers(self) -> range:
         return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def units(self) -> range:
+        """Layers and modules of multi-token prediction."""
+        return range(self.first_layer, self.layers.stop + self.num_mtp)
 
 
 def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...]]:
@@ -88,7 +98,7 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
             sizes[-1][-1] -= loss
     if sizes[0][0] < 0 or sizes[-1][-1] < 0:
         raise ConfigError("pp", pp, f"smaller, or vpp: {total} layers are too few")
-    return _numbered(sizes), notes
+    return _numbered(sizes, plan.model.num_mtp_layers), notes
 
 
 def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[int]]:
@@ -117,19 +127,25 @@ def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[i
     return [[size // chunks] * chunks for size in per_stage]
 
 
-def _numbered(sizes: list[list[int]]) -> tuple[tuple[Chunk, ...], ...]:
-    """Number the layers: they run through all stages' first chunks, then the second ones."""
+def _numbered(sizes: list[list[int]], num_mtp: int) -> tuple[tuple[Chunk, ...], ...]:
+    """Number the layers: they run through all stages' first chunks, then the second ones.
+
+    Without a layout multi-token prediction is in the last chunk (multi_token_prediction.py,
+    get_mtp_num_layers_to_build).
+    """
     pp = len(sizes)
     chunks = len(sizes[0])
     stages: list[list[Chunk]] = [[] for _ in range(pp)]
     layer = 0
     for number in range(chunks):
         for stage in range(pp):
+            is_last = stage == pp - 1 and number == chunks - 1
             chunk = Chunk(
                 first_layer=layer,
                 num_layers=sizes[stage][number],
                 has_embedding=stage == 0 and number == 0,
-                has_head=stage == pp - 1 and number == chunks - 1,
+                has_head=is_last,
+                num_mtp=num_mtp if is_last else 0,
             )
             stages[stage].append(chunk)
             layer += chunk.num_layers
