@@ -48,33 +48,21 @@ _DEVICES = {
     "B300": "b300",
     "GB300": "gb300",
 }
-# Experts of models that the package lacks, from config.json of each on huggingface.co:
-# Qwen/Qwen3-235B-A22B, openai/gpt-oss-120b, moonshotai/Kimi-K2-Instruct, xai-org/grok-1 (its
-# model.py). Head widths differ from hidden / heads where they are given.
-_MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-235B-A22B": {
-        "head_dim": 128,
-        "ffn_hidden_size": 0,
-        "qk_norm": True,
-        "moe": MoeConfig(num_experts=128, top_k=8, ffn_hidden_size=1536),
-    },
-    "GPT-OSS-120B": {
-        "head_dim": 64,
-        "ffn_hidden_size": 0,
-        "moe": MoeConfig(num_experts=128, top_k=4, ffn_hidden_size=2880),
-    },
-    "Grok-1-314B": {
-        "head_dim": 128,
-        "ffn_hidden_size": 0,
-        "moe": MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=32768),
-    },
-}
-# Models of the package that rows name otherwise, with all or a few of their layers.
-_NAMES = {
+# Experts of a model that the package lacks: xai-org/grok-1, model.py.
+_GROK = "Grok-1-314B"
+_GROK_EXPERTS = MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=32768)
+# Models of the package that rows name otherwise, with all or a few of their layers. The widths
+# that a row states are those of the package; its `ffn` is that of dense layers or of experts.
+BUILT_IN = {
     "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "GPT-OSS-120B": "gpt-oss-120b",
+    "Kimi-K2": "kimi-k2",
     "DeepSeek-V3-671B": "deepseek-v3",
     "DeepSeek-V3-4L": "deepseek-v3",
     "DeepSeek-V2-4L": "deepseek-v2",
+    "Llama-4-Maverick-400B": "llama-4-maverick",
+    "Nemotron-H-56B": "nemotron-h-56b",
 }
 _RECIPES = {
     "BF16": None,
@@ -88,11 +76,7 @@ _RECIPES = {
     "MXFP8": Recipe.MXFP8,
     "NVFP4": Recipe.NVFP4,
 }
-_UNKNOWN_MODELS = {
-    "Nemotron-H-56B": "state-space layers",
-    "Llama-4-Maverick-400B": "experts in every second layer",
-}
-_LLAMA_LIKE = re.compile(r"(Llama|LLaMA|INTELLECT|Qwen|Grok|GPT-OSS|1B|8B|3B|80B)")
+_LLAMA_LIKE = re.compile(r"(Llama|LLaMA|INTELLECT|Qwen|Grok|1B|8B|3B|80B)")
 # Trained before Megatron-LM had sequence parallelism (arXiv:2205.05198).
 _NO_SEQUENCE_PARALLEL = ("BLOOM", "GPT-NeoX", "BloombergGPT", "MT-NLG")
 _OLD_SOURCES = ("Narayanan2021", "vTrain", "MT-NLG")
@@ -157,7 +141,7 @@ def job_of(row: Row) -> PublishedJob:
     recipe = recipe_of(row)
     parallel = _parallel(row)
     # Megatron-LM pads the vocabulary, which then divides by tp.
-    model = _model(row)
+    model = model_of(row)
     job = Job(
         model=model_as("megatron", model, parallel.tp) if framework == "megatron" else model,
         parallel=parallel,
@@ -225,20 +209,12 @@ def _built_in(name: str) -> ModelConfig:
     return find_model(name)
 
 
-def _model(row: Row) -> ModelConfig:
-    """Return the model of a row by its shapes."""
+def model_of(row: Row) -> ModelConfig:
+    """Return the model of a row: a built-in one by its name, others by their shapes."""
     name = row["model"]
-    if name in _UNKNOWN_MODELS:
-        raise UnstatedError("model", name, f"one without {_UNKNOWN_MODELS[name]}")
     layers, seq_len = int(row["layers"]), int(row["seq"])
-    if name in _NAMES:
-        return replace(_built_in(_NAMES[name]), num_layers=layers, seq_len=seq_len)
-    if name == "Kimi-K2":
-        v3 = _built_in("deepseek-v3")
-        assert v3.moe
-        moe = replace(v3.moe, num_experts=384, first_dense_layers=1)
-        kimi = replace(v3, name=name, num_heads=64, num_kv_heads=64, moe=moe)
-        return replace(kimi, vocab_size=163840, seq_len=seq_len)
+    if name in BUILT_IN:
+        return replace(_built_in(BUILT_IN[name]), num_layers=layers, seq_len=seq_len)
     hidden, heads = int(row["hidden"]), int(row["heads"])
     shapes: dict[str, Any] = {
         "name": name,
@@ -251,7 +227,9 @@ def _model(row: Row) -> ModelConfig:
         "vocab_size": int(row["vocab"]),
         "seq_len": seq_len,
     }
-    return ModelConfig(**{**shapes, **_kind(row), **_MODELS.get(name, {})})
+    if name == _GROK:
+        shapes |= {"ffn_hidden_size": 0, "moe": _GROK_EXPERTS}
+    return ModelConfig(**shapes, **_kind(row))
 
 
 def _kind(row: Row) -> dict[str, Any]:

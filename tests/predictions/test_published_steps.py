@@ -52,11 +52,44 @@ def test_steps_of_a_paper(model: str, recompute: str, published_s: float) -> Non
 
 def test_published_counts_of_models() -> None:
     """Parameters by the shapes of a row are those that its source states."""
-    billions = {"Qwen3-235B-A22B": 235, "Grok-1-314B": 314, "Kimi-K2": 1026, "MPT-30b": 30}
+    billions = {
+        "GPT-OSS-120B": 117,
+        "Grok-1-314B": 314,
+        "Kimi-K2": 1026,
+        "Llama-4-Maverick-400B": 400,
+        "MPT-30b": 30,
+        "Nemotron-H-56B": 56,
+        "Qwen3-235B-A22B": 235,
+    }
     for name, expected in billions.items():
         row = row_of([*LAYOUTS, *STEPS], model=name, layers=_most_layers(name))
         job = published_jobs.job_of(row)
         assert job.job.model.num_params / 1e9 == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("name", published_jobs.BUILT_IN)
+def test_built_in_models_have_the_stated_shapes(name: str) -> None:
+    """Layers and sequence are the row's; the widths that it states are the built-in model's."""
+    rows = [row for row in LAYOUTS if row["model"] == name]
+    assert rows
+    for row in rows:
+        model = published_jobs.model_of(row)
+        stated = ("layers", "seq", "hidden", "heads", "kv_heads", "vocab")
+        assert [int(row[column]) for column in stated] == [
+            model.num_layers,
+            model.seq_len,
+            model.hidden_size,
+            model.num_heads,
+            model.num_kv_heads,
+            model.vocab_size,
+        ]
+        experts = model.moe.ffn_hidden_size if model.moe else 0
+        assert int(row["ffn"]) in (model.ffn_hidden_size, experts)
+
+
+@pytest.mark.parametrize("name", published_jobs.BUILT_IN)
+def test_layouts_of_built_in_models_can_be_predicted(name: str) -> None:
+    assert published_steps.refusal_of(row_of(LAYOUTS, model=name)) == ""
 
 
 def _most_layers(name: str) -> str:
