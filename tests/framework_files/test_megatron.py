@@ -183,7 +183,7 @@ def test_defaults_are_those_of_megatron(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("--num-layerz 4", "num-layerz 4 is invalid: did you mean num-layers?"),
-        ("--mtp-num-layers 1", "mtp-num-layers 1 is invalid: it must be left out"),
+        ("--moe-latent-size 64", "moe-latent-size 64 is invalid: it must be left out"),
         (
             "--tokenizer-type GPT2BPETokenizer --vocab-size 1000",
             "vocab-size-of-another-tokenizer 1000 is invalid",

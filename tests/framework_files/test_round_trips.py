@@ -145,6 +145,16 @@ def test_a_layout_of_every_kind_is_written(tmp_path: Path) -> None:
         assert count > 0.5 * len(jobs(framework))
 
 
+def test_multi_token_prediction_is_written(tmp_path: Path) -> None:
+    for values in jobs("megatron")[:1]:
+        made = workload("megatron", {**values, "num_mtp_layers": 1})
+        path = written(made, "megatron", tmp_path)
+        assert "--mtp-num-layers 1" in path.read_text()
+        again = workload("megatron", {"config": str(path)})
+        for name in PROGRAM:
+            assert getattr(again, name) == getattr(made, name), name
+
+
 def test_a_workload_of_another_framework_is_refused() -> None:
     made = workload("deepspeed", dict(JOBS["deepspeed"][0]))
     with pytest.raises(ConfigError, match="megatron"):

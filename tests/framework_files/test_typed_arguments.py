@@ -46,7 +46,7 @@ def test_predict_takes_them_with_lists(capsys: pytest.CaptureFixture[str]) -> No
             "--log-interval 10",
             "--log-interval is invalid: it must be left out, as it has no effect",
         ),
-        ("--mtp-num-layers 1", "--mtp-num-layers is invalid: it must be left out here"),
+        ("--moe-latent-size 64", "--moe-latent-size is invalid: it must be left out here"),
         (
             "--num-layers-per-virtual-pipeline-stage 2",
             "--virtual-pipeline-model-parallel-size N",

@@ -25,6 +25,7 @@ from stepmark.layouts.plan import plan
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
 from stepmark.layouts.stage_costs import Estimator
+from stepmark.model.model_tables import MODELS_DIR
 from stepmark.predictions.sheet_errors import SheetError, chance_faster
 
 SMALL: dict[str, Any] = {
@@ -253,6 +254,15 @@ def test_no_layout_is_a_sentence(changes: dict[str, Any], field: str, words: str
         plan(options(**changes))
     assert caught.value.field == field
     assert words in str(caught.value)
+
+
+def test_multi_token_prediction_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "later.toml"
+    own = (MODELS_DIR / "llama-3.1-8b.toml").read_text()
+    path.write_text("num_mtp_layers = 1\n" + own)
+    with pytest.raises(ConfigError, match="multi-token prediction") as caught:
+        plan(options(models=(str(path),)))
+    assert caught.value.field == "model"
 
 
 def test_processes_change_nothing() -> None:

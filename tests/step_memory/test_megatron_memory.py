@@ -167,6 +167,24 @@ def test_a_stage_keeps_as_many_micro_batches_as_stages_follow() -> None:
     assert memories[3].head_bytes == 6 * 2 * 2048 * 51200  # in 16 and in 32 bits
 
 
+def test_multi_token_prediction_has_a_table_and_logits_of_its_own() -> None:
+    """The first stage is as without; the last one has 18 bytes of each parameter more."""
+    model = replace(GPT, max_positions=0, tied_embeddings=False)
+    plain = stage_memories(job(model, pp=2, count=4), Megatron())
+    memories = stage_memories(job(replace(model, num_mtp_layers=1), pp=2, count=4), Megatron())
+    assert memories[0] == plain[0]
+    added = 18 * (replace(model, num_mtp_layers=1).mtp_params() + model.head_params)
+    states = [one.weights_bytes + one.gradients_bytes + one.optimizer_bytes for one in
+              (plain[1], memories[1])]  # fmt: skip
+    assert states[1] - states[0] == added
+    assert memories[1].head_bytes == (4 + 6) * 2 * 2048 * 51200
+    layer = plain[0].activations_bytes / (2 * 4)  # micro-batches, layers
+    more = memories[1].activations_bytes - plain[1].activations_bytes
+    rows = 2 * 2 * 2048 * 4096
+    # Inputs of three norms, of the joint projection (two) and of the logits.
+    assert more == pytest.approx(layer + 6 * rows, rel=0.01)
+
+
 def test_interleaved_stages_keep_more() -> None:
     """Activations of the first stage grow by 1 + (p - 1) / (p m) (section 4.2.3)."""
     plain = stage_memories(job(pp=4, count=16), Megatron())[0]

@@ -176,6 +176,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "qk_norm": (DENSE | MEGATRON, True),
     "linear_bias": (DENSE | MEGATRON, True),
     "untied": (DENSE | MEGATRON, False),
+    "num_mtp_layers": (DENSE | MEGATRON, 1),
     "num_experts": (EXPERTS | MEGATRON, 16),
     "top_k": (EXPERTS | MEGATRON, 4),
     "moe_ffn_hidden_size": (EXPERTS | MEGATRON, 128),

@@ -48,6 +48,8 @@ def widths_of(model: ModelConfig) -> Options:
         }
         if moe.num_shared_experts:
             widths["shared_ffn_hidden_size"] = moe.shared_ffn_hidden_size
+    if model.num_mtp_layers:
+        widths["num_mtp_layers"] = model.num_mtp_layers
     return {name: str(value) for name, value in widths.items()}
 
 
@@ -55,7 +57,7 @@ def _unsaid_fields(model: ModelConfig) -> Iterator[str]:
     """Yield fields with an effect that the options below do not have."""
     for part in (model, model.moe, model.mla):
         for field in fields(part) if part is not None else ():
-            is_later = field.name in LATER and field.name not in _ROUTING
+            is_later = field.name in LATER and field.name not in (*_ROUTING, "num_mtp_layers")
             if is_later and getattr(part, field.name) != field.default:
                 yield field.name
     if model.activation not in ("swiglu", "gelu"):
@@ -73,4 +75,5 @@ NAMES = (
     *("qkv_bias", "qk_norm", "untied", "num_experts", "top_k", "moe_ffn_hidden_size"),
     *("dense_layers", "router_bias", "shared_ffn_hidden_size", "q_lora_rank"),
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "num_mtp_layers",
 )

@@ -36,6 +36,7 @@ _MODEL = {
     "qk-layernorm": Entry(option="qk_norm", values=ON, default=FALSE),
     "untie-embeddings-and-output-weights": Entry(option="untied", values=ON, default=FALSE),
     **same("vocab-size", "make-vocab-size-divisible-by"),
+    "mtp-num-layers": Entry(option="num_mtp_layers"),
     "num-experts": Entry(option="num_experts"),
     "moe-router-topk": Entry(option="top_k"),
     "moe-ffn-hidden-size": Entry(option="moe_ffn_hidden_size"),
@@ -492,7 +493,7 @@ _REFUSED = {
         heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
         hybrid-layer-pattern hybrid-override-pattern ict-head-size img-h img-w
         indexer-batch-size is-hybrid-model iter-per-epoch mamba-head-dim mamba-num-groups
-        mamba-num-heads mamba-state-dim moe-latent-size mtp-num-layers num-channels
+        mamba-num-heads mamba-state-dim moe-latent-size num-channels
         num-classes output-bert-embeddings patch-dim query-in-block-prob
         retriever-report-topk-accuracies retriever-score-scaling swin-backbone-type
         language-model-type vision-backbone-type vision-model-type vision-pretraining

@@ -127,7 +127,11 @@ def model_of(options: PlanOptions) -> ModelConfig:
     models = read_models(",".join(options.models))
     if len(models) != 1:
         raise ConfigError("model", ", ".join(options.models) or None, "one model")
-    return models[0]
+    (model,) = models
+    if model.num_mtp_layers:  # steps of few layers would have another layer inside
+        allowed = "one without multi-token prediction (`stepmark predict` has it)"
+        raise ConfigError("model", model.name, allowed)
+    return model
 
 
 def _powers(most: int) -> list[int]:

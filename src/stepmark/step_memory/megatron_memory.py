@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stepmark.ground.dtypes import DType
-from stepmark.model.layers import Layer
 from stepmark.step.module import Module
 from stepmark.step_memory.rank_memory import (
     ChunkMemory,

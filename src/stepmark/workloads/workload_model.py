@@ -145,8 +145,9 @@ def choose(
     """Return the model of the flags, and notes on defaults. Raises ConfigError."""
     notes: list[str] = []
     start = _start(options, framework, notes)
-    notes += start.unmodelled
-    model = _resized(start, options, notes)
+    changes: list[str] = []
+    model = _resized(start, options, changes)
+    notes += (*model.unmodelled, *changes)
     model = _with_experts(_with_mla(model, options), options, notes)
     if options.scale:
         layers = _positive(options, "num_layers")  # a tiny model has two
@@ -264,7 +265,7 @@ def _resized(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> 
                 changes["seq_len"] = seq_len  # the table may be too short for the model's
         else:
             notes.append("--max-position-embeddings: no effect, positions are rotary")
-    for name in ("linear_bias", "qkv_bias", "qk_norm", "norm"):
+    for name in ("linear_bias", "qkv_bias", "qk_norm", "norm", "num_mtp_layers"):
         if (value := getattr(options, name)) is not None:
             changes[name] = value
     if options.untied is not None:
@@ -275,6 +276,9 @@ def _resized(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> 
     if model.source:
         words = ", ".join(f"{name} {value}" for name, value in changes.items())
         notes.append(f"{model.name} with {words}")
+    if "num_mtp_layers" in changes:
+        left = (note for note in model.unmodelled if "multi-token" not in note)
+        changes["unmodelled"] = tuple(left)
     return replace(
         model, **changes, published_params=None, published_active_params=None, aliases=()
     )

@@ -96,6 +96,12 @@ class Model(ModelChoice):
         "--untie-embeddings-and-output-weights/--no-untie-embeddings-and-output-weights",
         rare=True,
     )
+    num_mtp_layers: int | None = flag(
+        "modules of multi-token prediction behind the last layer",
+        "--num-mtp-layers",
+        "--mtp-num-layers",
+        rare=True,
+    )
 
 
 @group

@@ -26,13 +26,29 @@ from stepmark.workloads.rules.megatron.settings import (
     RouterDtype,
 )
 
-from .jobs import DENSE, EXPERTS, LATENT, comms, make
+from .jobs import DENSE, EXPERTS, LATENT, PREDICTING, comms, make
 
 SP = {"sequence_parallel": True}
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 # Model, mesh, settings, and words that the refusal has to have.
 REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
     (DENSE, {"tp": 3}, {}, "tp.*3.*heads"),
+    (replace(PREDICTING, max_positions=64), {}, {}, "max_positions.*rotary.*multi-token"),
+    (replace(PREDICTING, tied_embeddings=True), {"pp": 2}, {}, "pp.*tied embeddings"),
+    (PREDICTING, {"cp": 2}, {}, "cp.*multi-token.*not modelled"),
+    (
+        PREDICTING,
+        {},
+        {"recompute_granularity": Granularity.FULL, "recompute_num_layers": 2},
+        "recompute_num_layers 2.*multi-token",
+    ),
+    (PREDICTING, {}, {"fp8_format": Fp8Format.HYBRID}, "fp8_recipe delayed.*multi-token"),
+    (
+        PREDICTING,
+        {"ep": 2, "dp_shard": 2},
+        {"overlap_moe_expert_parallel_comm": True},
+        "overlap_moe_expert_parallel_comm.*multi-token",
+    ),
     (
         replace(DENSE, num_heads=12, num_kv_heads=6),
         {"tp": 4},
@@ -281,7 +297,7 @@ def test_a_layout_places_layers_in_order_through_all_first_chunks() -> None:
             r"model_parallel_layout Et\*8L .* multiple of pp \(2\) parts, not 1",
         ),
         ("Et*4|t*3L", r"8 layers \(t\), not 7"),
-        ("Et*4|t*4mL", "without m: layers of multi-token prediction are not modelled"),
+        ("Et*4|t*4mL", "0 of m, as many as --num-mtp-layers, not 1"),
         ("Et*4|x*4L", "not x"),
         ("t*4|t*4L", "one E at its beginning and one L at its end"),
         ("Et*4|t*4LL", "one E at its beginning and one L at its end"),
@@ -291,6 +307,21 @@ def test_a_layout_places_layers_in_order_through_all_first_chunks() -> None:
 def test_a_layout_that_does_not_fit_is_refused(layout: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         workload(make(pp=2), Megatron(pipeline_model_parallel_layout=layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [("Et*4|t*4L", "1 of m, as many as --num-mtp-layers, not 0"), ("Et*4m|t*4L", "before L")],
+)
+def test_multi_token_prediction_is_before_the_head(layout: str, words: str) -> None:
+    model = replace(DENSE, num_mtp_layers=1)
+    with pytest.raises(ConfigError, match=words):
+        workload(make(model, pp=2), Megatron(pipeline_model_parallel_layout=layout))
+    settings = Megatron(pipeline_model_parallel_layout="Et*5|t*3mL")
+    program = workload(make(model, pp=2), settings)
+    assert [stage.layers for stage in program.stages] == [(0, 1, 2, 3, 4), (5, 6, 7)]
+    lookups = [sum(op.module == "embedding" for op in program.expand(i)) for i in (0, 1)]
+    assert lookups[0] == lookups[1] > 0
 
 
 def test_a_layout_excludes_other_splits() -> None:

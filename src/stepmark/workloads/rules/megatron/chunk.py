@@ -20,7 +20,7 @@ from stepmark.model.layers import Layer
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Phase
 from stepmark.step.kernel_choice import CORE
-from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
+from stepmark.step.workload import COMPUTE, Block, Operation, Run
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workloads.rules.megatron import gradients, narrow
 from stepmark.workloads.rules.megatron.combined import order, pieces

@@ -120,16 +120,10 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
 
 def mtp_params(plan: Plan, layer: tuple[Param, ...]) -> tuple[Param, ...]:
     """Return the parameters of a module of multi-token prediction. layer: those inside."""
-    before, after = (
-        [
-            param
-            for leaf in plan.tree.mtp().walk()
-            if leaf.role in roles and leaf.params
-            for param in _params(plan, leaf)
-        ]
-        for roles in (("mtp.embedding_norm", "mtp.hidden_norm", "mtp.projection"), ("mtp.norm",))
-    )
-    return (*before, *layer, *after)
+    leaves = {leaf.role: leaf for leaf in plan.tree.mtp().walk() if leaf.params}
+    first = ("mtp.embedding_norm", "mtp.hidden_norm", "mtp.projection")
+    before = (param for role in first for param in _params(plan, leaves[role]))
+    return (*before, *layer, *_params(plan, leaves["mtp.norm"]))
 
 
 def has_table_twice(plan: Plan) -> bool:

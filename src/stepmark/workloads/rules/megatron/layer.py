@@ -233,9 +233,7 @@ def around_mtp(plan: Plan, layer: Iterable[Step]) -> Iterator[Step]:
     send = partial(plan.inside, Collective.ALL_GATHER, plan.tokens * hidden, "tp")
     whole = send(Phase.FWD, module)
     again = send(Phase.DGRAD, module) if plan.sequence_parallel else ()
-    yield replace(
-        projection, fwd=(*projection.fwd, *whole), bwd=(*again, *projection.bwd)
-    )
+    yield replace(projection, fwd=(*projection.fwd, *whole), bwd=(*again, *projection.bwd))
     yield from layer
     yield of_leaf(parts["mtp.norm"])
 

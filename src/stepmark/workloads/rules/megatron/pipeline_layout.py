@@ -26,11 +26,8 @@ def chunks_of(layout: str) -> list[str]:
         if sum(len(part) * int(times) for part, times in repeats) > _MOST_LETTERS:
             raise ConfigError(_FIELD, layout, f"at most {_MOST_LETTERS} layers")
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
-    if "m" in text:
-        rule = "without m: layers of multi-token prediction are not modelled"
-        raise ConfigError(_FIELD, layout, rule)
-    if unknown := sorted(set(text) - set("EtL|")):
-        rule = f"of E, t, L and |, with (...)*n and t*n, not {''.join(unknown)}"
+    if unknown := sorted(set(text) - set("EtmL|")):
+        rule = f"of E, t, m, L and |, with (...)*n and t*n, not {''.join(unknown)}"
         raise ConfigError(_FIELD, layout, rule)
     return text.split("|")
 
@@ -43,7 +40,7 @@ def num_chunks(layout: str, pp: int) -> int:
     return total // pp
 
 
-def sizes_of(layout: str, num_layers: int, pp: int) -> list[list[int]]:
+def sizes_of(layout: str, num_layers: int, num_mtp: int, pp: int) -> list[list[int]]:
     """Return the layers of each stage's chunks. Raises ConfigError."""
     chunks = chunks_of(layout)
     text = "".join(chunks)
@@ -51,6 +48,12 @@ def sizes_of(layout: str, num_layers: int, pp: int) -> list[list[int]]:
     is_valid = chunks[0].startswith("E") and chunks[-1].endswith("L")
     if not is_valid or text.count("E") > 1 or text.count("L") > 1:
         raise ConfigError(_FIELD, layout, "one E at its beginning and one L at its end")
+    if text.count("m") != num_mtp:
+        rule = f"{num_mtp} of m, as many as --num-mtp-layers, not {text.count('m')}"
+        raise ConfigError(_FIELD, layout, rule)
+    if not chunks[-1].endswith("m" * num_mtp + "L"):
+        rule = "m directly before L (other places are not modelled)"
+        raise ConfigError(_FIELD, layout, rule)
     if layers != num_layers:
         raise ConfigError(_FIELD, layout, f"{num_layers} layers (t), not {layers}")
     return [[chunk.count("t") for chunk in chunks[stage::pp]] for stage in range(pp)]

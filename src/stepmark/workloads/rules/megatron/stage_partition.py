@@ -57,7 +57,7 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
     loss = settings.account_for_loss_in_pipeline_split
     notes: tuple[str, ...] = ()
     if layout := settings.pipeline_model_parallel_layout:
-        sizes = sizes_of(layout, total, pp)
+        sizes = sizes_of(layout, total, plan.model.num_mtp_layers, pp)
     elif any(getattr(settings, name) is not None for name in (_FIRST, _LAST)):
         sizes = _uneven(settings, total, pp, chunks)
     else:
