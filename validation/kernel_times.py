@@ -51,7 +51,7 @@ from stepmark.tables.launches import Launches, pooled  # noqa: E402
 
 DATA = ROOT / "validation" / "data" / "efficiency"
 OUTPUT = ROOT / "src" / "stepmark" / "data"
-RUNS = ROOT / "results" / "h200-operators.tar.gz"
+RUNS = ("h200-operators", "h200-windows")
 NARROW = {
     "fp8-tensor-dyn": "tensorwise",
     "fp8-row-dyn": "rowwise",
@@ -96,8 +96,9 @@ class OwnTime:
 def own_times() -> Iterator[OwnTime]:
     """Yield our operators of results/ that were measured sustained, without a wrong result."""
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(RUNS) as archive:
-            archive.extractall(folder, filter="data")
+        for name in RUNS:
+            with tarfile.open(ROOT / "results" / f"{name}.tar.gz") as archive:
+                archive.extractall(folder, filter="data")
         for path in (*list_runs(ROOT / "results"), *list_runs(Path(folder))):
             names = {device.name for device in read_info(path).environment.devices}
             device = find_device(min(names)) if len(names) == 1 else None
@@ -360,7 +361,7 @@ def grouped(public: Mapping[tuple[str, str], Products]) -> dict[str, float]:
     return {device: median(own) for device, own in ratios.items()}
 
 
-def kernels(own: Sequence[OwnTime]) -> dict[str, dict[str, float]]:
+def kernels(own: Sequence[OwnTime]) -> dict[str, dict[str, Any]]:
     """Return ratios of attention's passes and kernels on Hopper and others, by device."""
     times = {(each.device, each.op, each.backend): each.time_s for each in own}
     backward, flash, flash_backward = [], [], []
@@ -375,18 +376,62 @@ def kernels(own: Sequence[OwnTime]) -> dict[str, dict[str, float]]:
                 backward.append(back / time_s)
         elif other:
             flash_backward.append(other / time_s)
+    keys, of_flex = flex(own)
     hopper = {
         "backward": median(backward),
         "flash": median(flash),
         "flash_backward": median(flash_backward),
+        "window_keys": keys,
+        "flex": of_flex,
     }
     blackwell = {**hopper, "backward": _backward_of("b200")}
-    ampere = {"backward": _backward_of("a100-80gb-pcie"), "flash": 1.0, "flash_backward": 1.0}
+    ampere = {
+        "backward": _backward_of("a100-80gb-pcie"),
+        **{"flash": 1.0, "flash_backward": 1.0},
+        **{"window_keys": keys, "flex": {128: AMPERE_FLEX}},
+    }
     return {
         **dict.fromkeys(("h100-sxm", "h200-sxm"), hopper),
         **dict.fromkeys(TRAINED, blackwell),
         **dict.fromkeys(("a100-80gb-sxm", "l40s"), ampere),  # their fastest is FlashAttention-2
     }
+
+
+# FlexAttention's time over FlashAttention-2's, forward and backward, on an A100
+# (pytorch.org/blog/flexattention, 2024-08-07).
+AMPERE_FLEX = (1 / 0.90, 1 / 0.85)
+LONG = 4096
+
+
+def flex(own: Sequence[OwnTime]) -> tuple[int, dict[int, tuple[float, float]]]:
+    """Return the keys that a window takes longer by, and FlexAttention's time by head width.
+
+    A window of w keys has the rate of a full mask times w / (w + keys): blocks of keys at both
+    its ends are computed whole. Times are forward and backward, over those of the fastest one.
+    """
+    rates = defaultdict(list)
+    for each in own:
+        op = each.op
+        if isinstance(op, Attention) and op.causal and op.seq_q >= LONG and not op.varlen:
+            key = op.head_dim_qk, op.phase, each.backend, op.window
+            rates[key].append(op.flops / each.time_s)
+    rate = {key: median(values) for key, values in rates.items()}
+    keys = median(
+        window * (rate[width, phase, "flex", 0] / own_rate - 1)
+        for (width, phase, backend, window), own_rate in rate.items()
+        if backend == "flex" and window and (width, phase, "flex", 0) in rate
+    )
+    by_width: dict[int, tuple[float, float]] = {}
+    for width in sorted({width for width, _, backend, _ in rate if backend == "flex"}):
+        ratios = []
+        for phase in (Phase.FWD, Phase.BWD):
+            whole = rate.get((width, phase, "flex", 0))
+            if whole is None:
+                window = max(w for d, p, b, w in rate if (d, p, b) == (width, phase, "flex"))
+                whole = rate[width, phase, "flex", window] * (1 + keys / window)
+            ratios.append(rate[width, phase, "cudnn", 0] / whole)
+        by_width[width] = ratios[0], ratios[1]
+    return round(keys), by_width
 
 
 def _fields(op: Attention) -> dict[str, Any]:
@@ -413,7 +458,13 @@ LEAST_BYTES = 25e6  # smaller ones stay in the cache
 # and Hugging Face, its kernels read and write 5 of them for 3 (silu, product) and 9 for 5 (two
 # products with the gradient, silu_backward), each as fast as any kernel.
 PLAIN_SHARE = 0.85
+# GELU's is like it; gpt-oss's clamped one reads and writes 16 and 26 of them.
 EAGER_SWIGLU = {"fwd": PLAIN_SHARE * 3 / 5, "bwd": PLAIN_SHARE * 5 / 9}
+EAGER_GATED = {
+    "swiglu": EAGER_SWIGLU,
+    "geglu": EAGER_SWIGLU,
+    "clamped_swiglu": {"fwd": PLAIN_SHARE * 3 / 16, "bwd": PLAIN_SHARE * 5 / 26},
+}
 MemoryKey = tuple[str, str, str]
 
 
@@ -434,8 +485,8 @@ def memory_shares(own: Iterable[OwnTime]) -> dict[MemoryKey, float]:
             kind = getattr(op, "kind", "")
             style = Style.EAGER if each.backend == "torch" else Style.FUSED
             share = op.bytes_moved / each.time_s / spec.hbm_bytes_per_s
-            if kind == "swiglu" and style is Style.EAGER:
-                share = EAGER_SWIGLU[str(op.phase)]
+            if kind in EAGER_GATED and style is Style.EAGER:
+                share = EAGER_GATED[kind][str(op.phase)]
             shares[f"{name} {kind}".strip(), str(op.phase), str(style)].append(share)
     return {key: median(values) for key, values in sorted(shares.items())}
 
@@ -447,12 +498,13 @@ HEAD = """\
 # products: us = launch_us + FLOP / tflops + x_us m k / 1e6 + rest_us (n k + m n) / 1e6, times
 # the ratio of product_times.csv near the shape; sustained. layouts: over that of x W^T.
 # attention: us = launch_us + FLOP / tflops + element_us (elements of q and the result) / 1e6,
-# by type and head width; causal FLOPs. kernels: attention's backward over its forward pass, and
-# FlashAttention-2's time over cuDNN's. grouped: products of experts over single ones. memory:
-# share of the memory bandwidth by operator, pass and style, on H100 and H200. elementwise:
-# plain elementwise kernels of other devices over those of Hopper. spread: slowest over fastest
-# public collection of a shape, median and 90th percentile. memory and grouped are our own,
-# 2026-11; grouped of Blackwell is SimuMax's.
+# by type and head width; causal FLOPs. kernels: attention's backward over its forward pass,
+# FlashAttention-2's time over cuDNN's, FlexAttention's (forward, backward) by head width, and
+# the keys by which a window takes longer. grouped: products of experts over single
+# ones. memory: share of the memory bandwidth by operator, pass and style, on H100 and H200.
+# elementwise: plain elementwise kernels of other devices over those of Hopper. spread: slowest
+# over fastest public collection of a shape, median and 90th percentile. memory and grouped are
+# our own, 2026-11; grouped of Blackwell is SimuMax's.
 """
 # Plain kernels: our copies 0.886 to 0.897 of the bandwidth, AdamW 0.72 to 0.79 (median 0.73),
 # casts to fp8 0.90; what goes through lists of tensors (norms, scale) as AdamW.
@@ -523,7 +575,13 @@ def document(public: Mapping[tuple[str, str], Products], own: Sequence[OwnTime])
             shown += _origin(source, spread(own_rows or by_width["128"]))
             lines.append(f"[attention.{device}.{kind}.{width}]\n{shown}")
     for device, ratios in kernels(own).items():
-        values = "".join(f"{name} = {value:.3f}\n" for name, value in ratios.items())
+        values = "".join(
+            f"{name} = {value if name == 'window_keys' else f'{value:.3f}'}\n"
+            for name, value in ratios.items()
+            if name != "flex"
+        )
+        by_width = (f"{w} = [{a:.3f}, {b:.3f}]" for w, (a, b) in ratios["flex"].items())
+        values += f"flex = {{ {', '.join(by_width)} }}\n"
         source = OWN if device.startswith("h") else f"{TRAINING}; flash: {OWN}"
         lines.append(f'[kernels.{device}]\n{values}source = "{source}"\n')
     level = grouped(public)

@@ -31,6 +31,7 @@ from stepmark.model.ops import (
     Scaling,
 )
 from stepmark.model.ops.backends import BACKENDS, Capabilities
+from stepmark.model.ops.elementwise import GATED, UNGATED
 from stepmark.operators.bench import IMPLS, elementwise, recommender
 from stepmark.operators.bench.call import normal
 
@@ -101,7 +102,7 @@ def small_ops(dtype: DType) -> list[Op]:
         ]
         for kind in ("rmsnorm", "layernorm"):
             ops.append(Norm(tokens=40, hidden=64, kind=kind, phase=phase, dtype=dtype))
-        for kind in ("swiglu", "gelu"):
+        for kind in (*GATED, *UNGATED):
             ops.append(Activation(tokens=40, width=64, kind=kind, phase=phase, dtype=dtype))
         for chunks in (1, 3):
             ops.append(

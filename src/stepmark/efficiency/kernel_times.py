@@ -69,6 +69,7 @@ class AttentionKernel(StrEnum):
     AUTO = "auto"  # the fastest of the device
     FLASH = "flash"  # FlashAttention-2
     FLASH1 = "flash1"  # FlashAttention's first version
+    FLEX = "flex"  # torch's FlexAttention, for windows, sinks and caps
 
 
 class Style(StrEnum):
@@ -97,7 +98,9 @@ class AttentionLaw:
     """Time of causal attention: launch + FLOP / rate + c x elements of q and the result.
 
     backward: time of a backward pass over that of a forward pass. flash, flash_backward: time
-    of FlashAttention-2's kernel over that of cuDNN's or FlashAttention-3's.
+    of FlashAttention-2's kernel over that of cuDNN's or FlashAttention-3's; flex,
+    flex_backward: of torch's FlexAttention. window_keys: a window takes as long as one of so
+    many keys more, as blocks at both its ends are computed whole.
     """
 
     launch_s: float
@@ -106,17 +109,26 @@ class AttentionLaw:
     backward: float
     flash: float
     flash_backward: float
+    flex: float
+    flex_backward: float
+    window_keys: int
 
     def seconds(self, op: Attention, kernel: AttentionKernel) -> float:
-        forward = replace(op, phase=Phase.FWD)
+        window = op.window and op.window + self.window_keys
+        forward = replace(op, phase=Phase.FWD, window=window if window < op.seq_q else 0)
         width = op.head_dim_qk + op.head_dim_v
         elements = op.batch * op.seq_q * op.heads * width
         time_s = self.launch_s + forward.flops / self.flops_per_s + self.element_s * elements
-        older = _FLASH1 if kernel is AttentionKernel.FLASH1 else 1.0
+        ratios = {
+            AttentionKernel.AUTO: (1.0, 1.0),
+            AttentionKernel.FLASH: (self.flash, self.flash_backward),
+            AttentionKernel.FLASH1: (self.flash * _FLASH1, self.flash_backward * _FLASH1),
+            AttentionKernel.FLEX: (self.flex, self.flex_backward),
+        }
+        of_forward, of_backward = ratios[kernel]
         if op.phase is Phase.FWD:
-            return time_s * older * (1.0 if kernel is AttentionKernel.AUTO else self.flash)
-        time_s *= self.backward * older
-        return time_s * (1.0 if kernel is AttentionKernel.AUTO else self.flash_backward)
+            return time_s * of_forward
+        return time_s * self.backward * of_backward
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -160,7 +172,9 @@ class KernelTimes:
             return self._scan_time(op, style)
         else:
             return self._memory_time(op, style)
-        return None if time_s is None else KernelTime(time_s, self._basis_of(op.dtype))
+        is_rule = isinstance(op, Attention) and bool(op.window or op.sinks or op.softcap)
+        basis = Basis.LIKE if is_rule else self._basis_of(op.dtype)
+        return None if time_s is None else KernelTime(time_s, basis)
 
     def _basis_of(self, dtype: DType) -> Basis:
         is_known = dtype in (DType.BF16, DType.FP16) or dtype.is_narrow
@@ -324,6 +338,7 @@ def _times_of(device: DeviceSpec) -> KernelTimes:
                 backward=kernels["backward"],
                 flash=kernels["flash"],
                 flash_backward=kernels["flash_backward"],
+                **_flex(kernels, int(width)),
             )
             for kind, laws in data["attention"].get(like.key, {}).items()
             for width, law in laws.items()
@@ -331,6 +346,18 @@ def _times_of(device: DeviceSpec) -> KernelTimes:
         shares=shares,
         memory=memory,
     )
+
+
+def _flex(kernels: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """Return FlexAttention's ratios at the nearest head width, and the keys of a window."""
+    by_width = kernels["flex"]
+    nearest = min(by_width, key=lambda own: abs(int(own) - width))
+    forward, backward = by_width[nearest]
+    return {
+        "flex": forward,
+        "flex_backward": backward,
+        "window_keys": kernels["window_keys"],
+    }
 
 
 def _peak_16_bits(device: DeviceSpec) -> float | None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from stepmark.cases.training import CompileScope
 from stepmark.efficiency.kernel_times import AttentionKernel, Basis, Style, kernel_times
 from stepmark.model.device import DeviceSpec
-from stepmark.model.ops import Op, Phase
+from stepmark.model.ops import Attention, Op, Phase
 from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, OpTable
 from stepmark.step.workload import ComputeOp, Kernel, Workload
 from stepmark.timeline.ledger import Work, work_in_trace, work_of_key, work_of_op
@@ -261,6 +261,11 @@ class SheetCosts:
     def __call__(self, op: ComputeOp) -> OpCost | None:
         backend = self.settings.get("attention_backend")
         kernel = next((own for own in AttentionKernel if own == backend), AttentionKernel.AUTO)
+        is_plain = not isinstance(op.op, Attention) or not (
+            op.op.window or op.op.sinks or op.op.softcap
+        )
+        if "compile" in self.settings and not is_plain:  # as `stepmark train` computes it
+            kernel = AttentionKernel.FLEX
         time = kernel_times(self.device).time_of(op.op, self._style_of(op), kernel)
         if time is None:
             return None

@@ -239,16 +239,34 @@ def with_dropout(residual: Module, numel: int, width: int, size: int) -> Module:
     )
 
 
-def swiglu(role: str, op: Activation) -> Module:
-    """Return silu(gate) * up as two kernels; backward the halves' gradients are joined."""
+# Kernels of PyTorch, and the tensors of [tokens, width] that each reads and writes; backward
+# the gradients of gate and up are joined. {}: the function of gate.
+_OF_GATE = (
+    (("{}", 2), ("multiply", 3)),
+    (("multiply_backward", 6), ("{}_backward", 3), ("concatenate", 4)),
+)
+_CLAMPED = (
+    (("clamp", 4), ("add", 2), ("multiply", 5), ("sigmoid", 2), ("multiply", 3)),
+    (
+        *(("multiply_backward", 6), ("sigmoid_backward", 3), ("multiply_backward", 8)),
+        *(("add", 3), ("clamp_backward", 6), ("concatenate", 4)),
+    ),
+)
+_FUNCTION_OF = {"swiglu": "silu", "geglu": "gelu"}
+
+
+def gated_kernels(role: str, op: Activation) -> Module:
+    """Return an activation of gate and up as PyTorch's kernels."""
     plane = op.tokens * op.width * op.dtype.itemsize
+    function = _FUNCTION_OF.get(op.kind, "")
+    passes = zip((Phase.FWD, Phase.BWD), _OF_GATE if function else _CLAMPED, strict=True)
     return between(
         role,
-        (Phase.FWD, memory_kernel("silu", 2 * plane)),
-        (Phase.FWD, memory_kernel("multiply", 3 * plane)),
-        (Phase.BWD, memory_kernel("multiply_backward", 6 * plane)),
-        (Phase.BWD, memory_kernel("silu_backward", 3 * plane)),
-        (Phase.BWD, memory_kernel("concatenate", 4 * plane)),
+        *(
+            (phase, memory_kernel(name.format(function), count * plane))
+            for phase, kernels in passes
+            for name, count in kernels
+        ),
     )
 
 

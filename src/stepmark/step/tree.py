@@ -30,11 +30,11 @@ from stepmark.model.ops import (
 from stepmark.model.parallel import ParallelConfig, stage_layers
 from stepmark.step.kernel_choice import (
     KernelChoice,
+    gated_kernels,
     gradient_sum,
     loss_module,
     memory_kernel,
     stored_scores,
-    swiglu,
     with_dropout,
     with_joined_gradients,
     with_transposes,
@@ -488,16 +488,22 @@ class TreeBuilder:
         return (*self._with_grad_sum(ups, self.tokens), activation, replace(down, keeps=keeps))
 
     def _activation(self, role: str, rows: int, width: int, kept_width: int) -> Module:
-        """kept_width: per token over all tp ranks. Eager SwiGLU keeps silu(gate), too."""
+        """kept_width: per token over all tp ranks.
+
+        Eager SwiGLU keeps silu(gate), too; gpt-oss's the clamped gate, up + 1, their product
+        and the sigmoid.
+        """
         is_gated = self.model.is_gated
-        kind = "swiglu" if is_gated else "gelu"  # others move as many bytes
+        kind = self.model.activation
         dtype = self.inputs.plain_dtype
         op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
-        gated = SavedTensors(divided=2 * kept_width, eager=kept_width)
+        between_kernels = 4 if kind == "clamped_swiglu" else 1
+        gated = SavedTensors(divided=2 * kept_width, eager=between_kernels * kept_width)
         keeps = gated if is_gated else SavedTensors(divided=kept_width)
         if is_gated and not self.kernels.fused_swiglu:
             return replace(
-                swiglu(role, op), keeps=replace(gated, divided=3 * kept_width, eager=0)
+                gated_kernels(role, op),
+                keeps=replace(gated, divided=(2 + between_kernels) * kept_width, eager=0),
             )
         return replace(between(role, *both(op)), keeps=keeps)
 

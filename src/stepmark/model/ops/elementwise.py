@@ -8,6 +8,9 @@ from stepmark.ground.units import format_bytes
 from stepmark.model.ops.fields import STORED, Operator, Phase, choice, count, validate
 
 FWD_BWD = ("fwd", "bwd")
+# kinds of Activation, of gate and up or of one tensor
+GATED = ("swiglu", "geglu", "clamped_swiglu")
+UNGATED = ("gelu", "silu", "relu", "relu2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +45,15 @@ class Norm(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation(Operator):
-    """SwiGLU: silu(gate) * up of [tokens, 2 width] -> [tokens, width]; GELU: same width."""
+    """A function of gate and up, [tokens, 2 width] -> [tokens, width], or of one such tensor.
+
+    swiglu: silu(gate) * up; geglu: gelu(gate) * up; clamped_swiglu: gpt-oss's, (up + 1) gate
+    sigmoid(1.702 gate) of values up to 7 (arXiv:2508.10925).
+    """
 
     tokens: int = count("rows")
     width: int = count("width of the result")
-    kind: str = choice("which activation", default="swiglu", allowed=("swiglu", "gelu"))
+    kind: str = choice("which activation", default="swiglu", allowed=(*GATED, *UNGATED))
     dtype: DType = choice("element type", default=DType.BF16, allowed=STORED)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=FWD_BWD)
 
@@ -55,15 +62,20 @@ class Activation(Operator):
         return f"{self.kind} {self.tokens}x{self.width}"
 
     @property
+    def is_gated(self) -> bool:
+        return self.kind in GATED
+
+    @property
     def bytes_moved(self) -> int:
-        inputs = 2 if self.kind == "swiglu" else 1
+        inputs = 2 if self.is_gated else 1
         planes = inputs + 1 if self.phase is Phase.FWD else 2 * inputs + 1
         return planes * self.tokens * self.width * self.dtype.itemsize
 
     @property
     def memory_bytes(self) -> int:
-        # The eager SwiGLU keeps silu(gate) for its backward pass.
-        return 8 * self.tokens * self.width * self.dtype.itemsize
+        # Eager ones keep results for the backward pass: SwiGLU silu(gate), gpt-oss's four.
+        planes = 16 if self.kind == "clamped_swiglu" else 8
+        return planes * self.tokens * self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,12 +137,39 @@ def swiglu(x_T2W: Tensor) -> Tensor:
     return functional.silu(gate_TW) * up_TW
 
 
+def geglu(x_T2W: Tensor) -> Tensor:
+    gate_TW, up_TW = x_T2W.chunk(2, dim=-1)
+    return gelu(gate_TW) * up_TW
+
+
+def clamped_swiglu(x_T2W: Tensor) -> Tensor:
+    gate_TW, up_TW = x_T2W.chunk(2, dim=-1)
+    gate_TW = gate_TW.clamp(max=7.0)
+    return (up_TW.clamp(-7.0, 7.0) + 1) * gate_TW * torch.sigmoid(1.702 * gate_TW)
+
+
 def gelu(x_TW: Tensor) -> Tensor:
     return functional.gelu(x_TW, approximate="tanh")
 
 
+def squared_relu(x_TW: Tensor) -> Tensor:
+    return functional.relu(x_TW).square()
+
+
+_ACTIVATIONS: dict[str, Function] = {
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "clamped_swiglu": clamped_swiglu,
+    "gelu": gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "relu2": squared_relu,
+}
+
+
 def make_activation(op: Activation, device: torch.device, *, is_compiled: bool = False) -> Call:
-    function, planes = (swiglu, 2) if op.kind == "swiglu" else (gelu, 1)
+    function = _ACTIVATIONS[op.kind]
+    planes = 2 if op.is_gated else 1
     x = normal(op.tokens, planes * op.width, dtype=op.dtype, device=device)
     return rows_call(op, function, (x,), (), is_compiled=is_compiled)
 

@@ -112,7 +112,8 @@ class PyTorch:
         False, "blocks are compiled, with products of tp in pieces that are sent", only=_DIVIDED
     )
     attention_backend: AttentionKernel = setting(
-        AttentionKernel.AUTO, "auto, flash (FlashAttention-2, also on Hopper) or flash1"
+        AttentionKernel.AUTO,
+        "auto, flash (FlashAttention-2, also on Hopper), flash1 or flex (FlexAttention)",
     )
     trainer: Trainer = setting(
         Trainer.STEPMARK,
