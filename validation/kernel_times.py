@@ -376,19 +376,17 @@ def kernels(own: Sequence[OwnTime]) -> dict[str, dict[str, Any]]:
                 backward.append(back / time_s)
         elif other:
             flash_backward.append(other / time_s)
-    keys, of_flex = flex(own)
     hopper = {
         "backward": median(backward),
         "flash": median(flash),
         "flash_backward": median(flash_backward),
-        "window_keys": keys,
-        "flex": of_flex,
+        "flex": flex(own),
     }
     blackwell = {**hopper, "backward": _backward_of("b200")}
     ampere = {
         "backward": _backward_of("a100-80gb-pcie"),
         **{"flash": 1.0, "flash_backward": 1.0},
-        **{"window_keys": keys, "flex": {128: AMPERE_FLEX}},
+        "flex": {128: AMPERE_FLEX},
     }
     return {
         **dict.fromkeys(("h100-sxm", "h200-sxm"), hopper),
@@ -403,35 +401,27 @@ AMPERE_FLEX = (1 / 0.90, 1 / 0.85)
 LONG = 4096
 
 
-def flex(own: Sequence[OwnTime]) -> tuple[int, dict[int, tuple[float, float]]]:
-    """Return the keys that a window takes longer by, and FlexAttention's time by head width.
+def flex(own: Sequence[OwnTime]) -> dict[int, tuple[float, float]]:
+    """Return FlexAttention's time over that of the fastest kernel by head width.
 
-    A window of w keys has the rate of a full mask times w / (w + keys): blocks of keys at both
-    its ends are computed whole. Times are forward and backward, over those of the fastest one.
+    Both have a full mask; forward and backward. Windows differ from their pairs of it by 10 %
+    in the mean.
     """
     rates = defaultdict(list)
     for each in own:
         op = each.op
-        if isinstance(op, Attention) and op.causal and op.seq_q >= LONG and not op.varlen:
-            key = op.head_dim_qk, op.phase, each.backend, op.window
-            rates[key].append(op.flops / each.time_s)
+        is_full = isinstance(op, Attention) and op.causal and not (op.window or op.varlen)
+        if is_full and op.seq_q >= LONG:
+            rates[op.head_dim_qk, op.phase, each.backend].append(op.flops / each.time_s)
     rate = {key: median(values) for key, values in rates.items()}
-    keys = median(
-        window * (rate[width, phase, "flex", 0] / own_rate - 1)
-        for (width, phase, backend, window), own_rate in rate.items()
-        if backend == "flex" and window and (width, phase, "flex", 0) in rate
-    )
-    by_width: dict[int, tuple[float, float]] = {}
-    for width in sorted({width for width, _, backend, _ in rate if backend == "flex"}):
-        ratios = []
-        for phase in (Phase.FWD, Phase.BWD):
-            whole = rate.get((width, phase, "flex", 0))
-            if whole is None:
-                window = max(w for d, p, b, w in rate if (d, p, b) == (width, phase, "flex"))
-                whole = rate[width, phase, "flex", window] * (1 + keys / window)
-            ratios.append(rate[width, phase, "cudnn", 0] / whole)
-        by_width[width] = ratios[0], ratios[1]
-    return round(keys), by_width
+    widths = sorted({width for width, _, backend in rate if backend == "flex"})
+    return {
+        width: (
+            rate[width, Phase.FWD, "cudnn"] / rate[width, Phase.FWD, "flex"],
+            rate[width, Phase.BWD, "cudnn"] / rate[width, Phase.BWD, "flex"],
+        )
+        for width in widths
+    }
 
 
 def _fields(op: Attention) -> dict[str, Any]:
@@ -458,12 +448,13 @@ LEAST_BYTES = 25e6  # smaller ones stay in the cache
 # and Hugging Face, its kernels read and write 5 of them for 3 (silu, product) and 9 for 5 (two
 # products with the gradient, silu_backward), each as fast as any kernel.
 PLAIN_SHARE = 0.85
-# GELU's is like it; gpt-oss's clamped one reads and writes 16 and 26 of them.
+# GELU's is like it; gpt-oss's clamped one reads and writes 16 and 31, as the gradient of
+# a clamp compares, joins masks and selects in kernels of their own.
 EAGER_SWIGLU = {"fwd": PLAIN_SHARE * 3 / 5, "bwd": PLAIN_SHARE * 5 / 9}
 EAGER_GATED = {
     "swiglu": EAGER_SWIGLU,
     "geglu": EAGER_SWIGLU,
-    "clamped_swiglu": {"fwd": PLAIN_SHARE * 3 / 16, "bwd": PLAIN_SHARE * 5 / 26},
+    "clamped_swiglu": {"fwd": PLAIN_SHARE * 3 / 16, "bwd": PLAIN_SHARE * 5 / 31},
 }
 MemoryKey = tuple[str, str, str]
 
@@ -499,12 +490,12 @@ HEAD = """\
 # the ratio of product_times.csv near the shape; sustained. layouts: over that of x W^T.
 # attention: us = launch_us + FLOP / tflops + element_us (elements of q and the result) / 1e6,
 # by type and head width; causal FLOPs. kernels: attention's backward over its forward pass,
-# FlashAttention-2's time over cuDNN's, FlexAttention's (forward, backward) by head width, and
-# the keys by which a window takes longer. grouped: products of experts over single
-# ones. memory: share of the memory bandwidth by operator, pass and style, on H100 and H200.
-# elementwise: plain elementwise kernels of other devices over those of Hopper. spread: slowest
-# over fastest public collection of a shape, median and 90th percentile. memory and grouped are
-# our own, 2026-11; grouped of Blackwell is SimuMax's.
+# FlashAttention-2's time over cuDNN's, and FlexAttention's (forward, backward) by head width.
+# grouped: products of experts over single ones. memory: share of the memory bandwidth by
+# operator, pass and style, on H100 and H200. elementwise: plain elementwise kernels of other
+# devices over those of Hopper. spread: slowest over fastest public collection of a shape,
+# median and 90th percentile. memory and grouped are our own, 2026-11; grouped of Blackwell is
+# SimuMax's.
 """
 # Plain kernels: our copies 0.886 to 0.897 of the bandwidth, AdamW 0.72 to 0.79 (median 0.73),
 # casts to fp8 0.90; what goes through lists of tensors (norms, scale) as AdamW.
@@ -576,9 +567,7 @@ def document(public: Mapping[tuple[str, str], Products], own: Sequence[OwnTime])
             lines.append(f"[attention.{device}.{kind}.{width}]\n{shown}")
     for device, ratios in kernels(own).items():
         values = "".join(
-            f"{name} = {value if name == 'window_keys' else f'{value:.3f}'}\n"
-            for name, value in ratios.items()
-            if name != "flex"
+            f"{name} = {value:.3f}\n" for name, value in ratios.items() if name != "flex"
         )
         by_width = (f"{w} = [{a:.3f}, {b:.3f}]" for w, (a, b) in ratios["flex"].items())
         values += f"flex = {{ {', '.join(by_width)} }}\n"

@@ -170,6 +170,26 @@ def test_attention_has_a_slower_backward_pass_and_an_older_kernel() -> None:
     )
 
 
+def test_windows_take_flex_attentions_time_for_their_pairs() -> None:
+    """Sustained on H200 (results/h200-windows.tar.gz), forward and backward."""
+    times = kernel_times(DEVICES["h200-sxm"])
+    of = {"batch": 2, "seq_q": 8192, "seq_kv": 8192}
+    narrow = of | {"heads": 64, "kv_heads": 8, "head_dim_qk": 64, "head_dim_v": 64}
+    wide = of | {"heads": 32, "kv_heads": 8, "head_dim_qk": 128, "head_dim_v": 128}
+    for shape, window, measured_us in (
+        (narrow, 1024, (914.9, 2962.5)),
+        (narrow, 4096, (2213.2, 7390.1)),
+        (wide, 1024, (827.4, 2161.2)),
+        (wide, 4096, (2100.9, 5658.5)),
+    ):
+        for phase, own_us in zip((Phase.FWD, Phase.BWD), measured_us, strict=True):
+            op = Attention(**shape, window=window, phase=phase)
+            time = times.time_of(op, Style.EAGER, AttentionKernel.FLEX)
+            assert time
+            assert time.time_s == pytest.approx(own_us * 1e-6, rel=0.15)
+            assert time.basis is Basis.LIKE
+
+
 @pytest.mark.parametrize(
     ("op", "eager_s", "fused_s"),
     [
@@ -180,8 +200,9 @@ def test_attention_has_a_slower_backward_pass_and_an_older_kernel() -> None:
             1251.2e-6,
         ),
         (Activation(tokens=16384, width=16384, kind="gelu"), 313.6e-6, 315.6e-6),
+        (Activation(tokens=16384, width=8192, kind="relu2"), 255e-6, 128e-6),
     ],
-    ids=["rmsnorm", "cross-entropy", "gelu"],
+    ids=["rmsnorm", "cross-entropy", "gelu", "squared relu"],
 )
 def test_eager_kernels_take_what_they_were_measured_to(
     op: Op, eager_s: float, fused_s: float

@@ -99,8 +99,7 @@ class AttentionLaw:
 
     backward: time of a backward pass over that of a forward pass. flash, flash_backward: time
     of FlashAttention-2's kernel over that of cuDNN's or FlashAttention-3's; flex,
-    flex_backward: of torch's FlexAttention. window_keys: a window takes as long as one of so
-    many keys more, as blocks at both its ends are computed whole.
+    flex_backward: of torch's FlexAttention. Windows take as long as their pairs of a full mask.
     """
 
     launch_s: float
@@ -111,11 +110,9 @@ class AttentionLaw:
     flash_backward: float
     flex: float
     flex_backward: float
-    window_keys: int
 
     def seconds(self, op: Attention, kernel: AttentionKernel) -> float:
-        window = op.window and op.window + self.window_keys
-        forward = replace(op, phase=Phase.FWD, window=window if window < op.seq_q else 0)
+        forward = replace(op, phase=Phase.FWD)
         width = op.head_dim_qk + op.head_dim_v
         elements = op.batch * op.seq_q * op.heads * width
         time_s = self.launch_s + forward.flops / self.flops_per_s + self.element_s * elements
@@ -338,7 +335,7 @@ def _times_of(device: DeviceSpec) -> KernelTimes:
                 backward=kernels["backward"],
                 flash=kernels["flash"],
                 flash_backward=kernels["flash_backward"],
-                **_flex(kernels, int(width)),
+                **_flex(kernels["flex"], int(width)),
             )
             for kind, laws in data["attention"].get(like.key, {}).items()
             for width, law in laws.items()
@@ -348,16 +345,11 @@ def _times_of(device: DeviceSpec) -> KernelTimes:
     )
 
 
-def _flex(kernels: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """Return FlexAttention's ratios at the nearest head width, and the keys of a window."""
-    by_width = kernels["flex"]
+def _flex(by_width: Mapping[str, tuple[float, float]], width: int) -> dict[str, float]:
+    """Return FlexAttention's ratios at the nearest head width."""
     nearest = min(by_width, key=lambda own: abs(int(own) - width))
     forward, backward = by_width[nearest]
-    return {
-        "flex": forward,
-        "flex_backward": backward,
-        "window_keys": kernels["window_keys"],
-    }
+    return {"flex": forward, "flex_backward": backward}
 
 
 def _peak_16_bits(device: DeviceSpec) -> float | None:

@@ -249,7 +249,7 @@ _CLAMPED = (
     (("clamp", 4), ("add", 2), ("multiply", 5), ("sigmoid", 2), ("multiply", 3)),
     (
         *(("multiply_backward", 6), ("sigmoid_backward", 3), ("multiply_backward", 8)),
-        *(("add", 3), ("clamp_backward", 6), ("concatenate", 4)),
+        *(("add", 3), ("clamp_backward", 11), ("concatenate", 4)),
     ),
 )
 _FUNCTION_OF = {"swiglu": "silu", "geglu": "gelu"}
