@@ -5,9 +5,7 @@ Source: configuration_*.py and modeling_*.py of transformers 5.23.
 
 from typing import Any
 
-from stepmark.model.layers import (
-    Layer,
-)
+from stepmark.model.layers import Layer
 from stepmark.workloads.formats.huggingface.keys import Keys, cycle
 from stepmark.workloads.formats.huggingface.shared_fields import (
     Fields,
