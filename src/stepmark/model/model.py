@@ -49,6 +49,7 @@ LATER = frozenset(
         *("logit_softcap", "attention_scale", "embedding_multiplier", "embedding_norm"),
         *("residual_multiplier", "logit_multiplier", "num_mtp_layers", "shares_kv"),
         *("scoring", "num_groups", "top_groups", "shared_gate", "latent_size", "indexer"),
+        *("v_norm", "layer_scale", "has_norms", "per_layer_width"),
     }
 )
 
@@ -97,6 +98,7 @@ class ModelConfig:
     rotary_dim: int = 0  # rotated width of a head; 0: all of it
     gate: Gate = ""  # sigmoid that attention's output is multiplied with, per element or head
     shares_kv: bool = False  # values are the keys
+    v_norm: bool = False  # RMSNorm over each head's value, without a weight
     has_sinks: bool = False  # a learned logit of each head in attention's softmax
     softcap: float = 0.0  # of attention's scores; 0: none
     logit_softcap: float = 0.0
@@ -104,6 +106,9 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False  # a norm follows the embedding
     residual_multiplier: float = 1.0
+    # Gemma 4: a second embedding has this width for each layer, which gates its hidden state.
+    per_layer_width: int = 0
+    layer_scale: bool = False  # a layer's result is scaled by a number that is not trained
     logit_multiplier: float = 1.0
     num_mtp_layers: int = 0  # multi-token prediction (DeepSeek-V3, section 2.2)
     source: str = ""
@@ -150,7 +155,7 @@ class ModelConfig:
             self.rotary_dim % 2 == 0 and self.rotary_dim <= self.head_dim,
             f"an even number up to head_dim={self.head_dim}",
         )
-        for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks"):
+        for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks", "v_norm"):
             value = getattr(self, name)
             yield name, value, not (mla and value), "false with mla"
 
@@ -182,6 +187,16 @@ class ModelConfig:
             not self.is_parallel or self.norm_placement in ("pre", "shared"),
             "false where norms come after",
         )
+        allowed = "0 where an activation has no gate, or with multi-token prediction"
+        is_valid = self.is_gated and not self.num_mtp_layers
+        yield (
+            "per_layer_width",
+            self.per_layer_width,
+            not self.per_layer_width or is_valid,
+            allowed,
+        )
+        allowed = "true without an earlier layer of the same window and heads, and with mla"
+        yield "layer.has_kv", False, self._keys_are_there(), allowed
         for layer in self.pattern:
             own = self.of_layer(layer)
             yield (
@@ -191,12 +206,25 @@ class ModelConfig:
                 f"a multiple of num_kv_heads={own.num_kv_heads}",
             )
 
+    def _keys_are_there(self) -> bool:
+        """Return whether layers without keys follow one whose keys and values fit."""
+        if all(layer.has_kv for layer in self.pattern):
+            return True
+        there = set()
+        for layer in self.layers:
+            kind = (layer.window, layer.chunk, layer.num_kv_heads, layer.head_dim)
+            if layer.has_attention and layer.has_kv:
+                there.add(kind)
+            elif layer.has_attention and kind not in there:
+                return False
+        return self.mla is None
+
     def _check_fields(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError("name", self.name, "a name")
         for name in _SIZES:
             check_int(name, getattr(self, name))
-        for name in ("ffn_hidden_size", "max_positions", "rotary_dim", "num_mtp_layers"):
+        for name in _COUNTS:
             check_int(name, getattr(self, name), low=0)
         check_kinds(self, "", _FLAGS, **_KINDS)
         for name in _NUMBERS:
@@ -242,9 +270,9 @@ class ModelConfig:
                 first = index + 1
 
     def of_layer(self, layer: Layer) -> "ModelConfig":
-        """Return the model with the widths of a layer."""
-        widths = {name: value for name in _WIDTHS if (value := getattr(layer, name))}
-        return replace(self, **widths, pattern=(Layer(),)) if widths else self
+        """Return the model with the widths and the values of a layer."""
+        own = {name: value for name in _OF_LAYER if (value := getattr(layer, name))}
+        return replace(self, **own, pattern=(Layer(),)) if own else self
 
     @property
     def d_qk(self) -> int:
@@ -280,7 +308,11 @@ class ModelConfig:
         Names are those of the step that `stepmark train` runs, which has q, k and v in one.
         """
         own = self.of_layer(layer)
-        return (*own._mixer_linears(layer), *own._ffn_linears(layer))
+        own_linears = (*own._mixer_linears(layer), *own._ffn_linears(layer))
+        if not (width := self.per_layer_width):
+            return own_linears
+        gate = Linear("per_layer.gate", width, self.hidden_size)
+        return (*own_linears, gate, Linear("per_layer.out", self.hidden_size, width))
 
     def _mixer_linears(self, layer: Layer) -> Iterator[Linear]:
         hidden = self.hidden_size
@@ -312,10 +344,11 @@ class ModelConfig:
         has_out_bias = has_bias or "out" in self.biases
         out = Linear("attention.out", hidden, heads * self.d_v, "in", has_out_bias)
         if self.mla is None:
-            num_kv = self.num_kv_heads * (1 if self.shares_kv else 2)
+            num_kv = self.num_kv_heads * (1 if self.shares_kv else 2) if layer.has_kv else 0
             num_q = heads * (2 if self.gate == "element" else 1)
             rows = self.head_dim * (num_q + num_kv)
-            yield Linear("attention.qkv", rows, hidden, "out", has_bias or self.qkv_bias)
+            name = "attention.qkv" if layer.has_kv else "attention.q"
+            yield Linear(name, rows, hidden, "out", has_bias or self.qkv_bias)
             if self.gate == "head":
                 yield Linear("attention.gate", heads, hidden, "out")
             yield out
@@ -381,7 +414,8 @@ class ModelConfig:
             *own._scan_vectors(layer),
             *(own._attention_vectors(layer) if layer.has_attention else ()),
             *own._norm_vectors("ffn_norm" if layer.ffn and not has_norm else ""),
-            *(own._router_vectors() if layer.has_experts else ()),
+            *(own._experts_vectors() if layer.has_experts else ()),
+            *(own._vectors_of_norm("per_layer_norm") if self.per_layer_width else ()),
         )
 
     def _norm_vectors(self, name: str) -> Iterator[Vector]:
@@ -389,13 +423,18 @@ class ModelConfig:
             return
         names = (name, f"{name}_after") if self.norm_placement == "both" else (name,)
         for each in names:
-            for kind in ("weight", "bias")[: NORM_VECTORS[self.norm]]:
-                yield Vector(f"{each}.{kind}", (self.hidden_size,))
+            yield from self._vectors_of_norm(each)
+
+    def _vectors_of_norm(self, name: str) -> Iterator[Vector]:
+        for kind in ("weight", "bias")[: NORM_VECTORS[self.norm]]:
+            yield Vector(f"{name}.{kind}", (self.hidden_size,))
 
     def _attention_vectors(self, layer: Layer) -> Iterator[Vector]:
         if self.qk_norm and self.qk_norm_kind != "unit":
             is_whole = self.qk_norm_kind == "all"
             for name, heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
+                if name == "k_norm" and not layer.has_kv:
+                    continue
                 width = self.head_dim * (heads if is_whole else 1)
                 yield Vector(f"attention.{name}.weight", (width,), is_divided=is_whole)
         if self.mla:
@@ -428,9 +467,15 @@ class ModelConfig:
             width = self.num_heads * self.head_dim
             yield Vector("attention.gate_norm.weight", (width,), True)
 
-    def _router_vectors(self) -> Iterator[Vector]:
-        if self.moe and self.moe.router_bias:
-            yield Vector("ffn.router_bias", (self.moe.num_experts,), is_trained=False)
+    def _experts_vectors(self) -> Iterator[Vector]:
+        moe = self.moe
+        if moe and moe.router_bias:
+            yield Vector("ffn.router_bias", (moe.num_experts,), is_trained=False)
+        if moe and moe.has_norms:
+            yield Vector("ffn.router_scale", (self.hidden_size,))
+            yield Vector("ffn.expert_scale", (moe.num_experts,))
+            for name in EXPERT_NORMS:
+                yield from self._vectors_of_norm(f"ffn.{name}")
 
     def layer_matmul_params(self, layer: Layer = DENSE, *, active: bool = False) -> int:
         """Return the multiplied weights of a layer: no norms, no biases.
@@ -471,6 +516,12 @@ class ModelConfig:
         return layer + self.mtp_projection.num_weights + 3 * self.norm_params
 
     @property
+    def per_layer_projection(self) -> Linear:
+        """Product of the embedding that is added to the second one; a norm follows it."""
+        width = self.num_layers * self.per_layer_width
+        return Linear("embedding.per_layer_projection", width, self.hidden_size)
+
+    @property
     def head(self) -> Linear:
         """The output projection."""
         has_bias = "head" in self.biases
@@ -483,9 +534,10 @@ class ModelConfig:
 
     @property
     def num_embedding_params(self) -> int:
-        """Parameters that are only looked up: positions, and the token table unless tied."""
+        """Parameters that are only looked up: all tables, but the tokens' if it is tied."""
         table = 0 if self.tied_embeddings else self.head_params
-        return table + self.max_positions * self.hidden_size
+        per_layer = self.vocab_size * self.num_layers * self.per_layer_width
+        return table + self.max_positions * self.hidden_size + per_layer
 
     @property
     def num_params(self) -> int:
@@ -503,6 +555,7 @@ class ModelConfig:
         total = self.head_params * (1 + self.num_mtp_layers)
         for layer, count in self.all_layer_counts.items():
             total += count * self.layer_matmul_params(layer, active=True)
+        total += self.per_layer_projection.num_weights
         return total + self.num_mtp_layers * self.mtp_projection.num_weights
 
     @property
@@ -516,6 +569,7 @@ class ModelConfig:
     def _count(self, *, active: bool) -> int:
         total = self.num_embedding_params + self.norm_params + self.head_params
         total += self.norm_params * self.embedding_norm
+        total += self.per_layer_projection.num_weights + self.per_layer_width  # its norm's
         total += self.vocab_size * ("head" in self.biases)
         for layer, count in self.layer_counts.items():
             total += count * self.layer_params(layer, active=active)
@@ -550,6 +604,7 @@ class ModelConfig:
             rotary_dim=self.rotary_dim and min(head_dim, scale.head_width(self.rotary_dim)),
             ffn_hidden_size=scale.width(self.ffn_hidden_size),
             vocab_size=scale.width(self.vocab_size),
+            per_layer_width=scale.width(self.per_layer_width),
             pattern=tuple(map(scale.layer, self.pattern)),
             moe=self.moe and scale.moe(self.moe),
             mla=mla,
@@ -596,6 +651,7 @@ class ModelConfig:
             rotary_dim=self.rotary_dim and 8,
             ffn_hidden_size=self.ffn_hidden_size and scale.width(self.ffn_hidden_size),
             vocab_size=512,
+            per_layer_width=self.per_layer_width and 16,
             seq_len=64,
             max_positions=self.max_positions and 64,
             pattern=pattern,
@@ -608,7 +664,7 @@ class ModelConfig:
 
 _FLAGS = (
     *("tied_embeddings", "qkv_bias", "attention_bias", "linear_bias", "qk_norm"),
-    *("is_parallel", "shares_kv", "has_sinks", "embedding_norm"),
+    *("is_parallel", "shares_kv", "has_sinks", "embedding_norm", "v_norm", "layer_scale"),
 )
 _KINDS = {
     "activation": Activation,
@@ -630,7 +686,14 @@ _SIZES = (
     "vocab_size",
     "seq_len",
 )
-_WIDTHS = ("num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+_COUNTS = (
+    *("ffn_hidden_size", "max_positions", "rotary_dim", "num_mtp_layers", "per_layer_width"),
+)
+# Fields of a layer that stand for the model's.
+_OF_LAYER = (
+    *("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "ffn_hidden_size", "shares_kv"),
+)
+EXPERT_NORMS = ("routed_norm", "routed_norm_after", "shared_norm_after")
 # Weight and bias of a norm.
 NORM_VECTORS: dict[str, int] = {
     "rmsnorm": 1,

@@ -35,6 +35,8 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "gemma": dense.gemma,
     "gemma2": dense.gemma2,
     "gemma3_text": dense.gemma3,
+    "gemma4_text": dense.gemma4,
+    "step3p5": experts.step3p5,
     "gpt_oss": experts.gpt_oss,
     "llama4_text": experts.llama4,
     "olmo": dense.olmo,
@@ -89,7 +91,9 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
 # Families whose config has the decoder's inside, and the decoder's where it names none.
 NESTED = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "llama4": "llama4_text",
+    "step3p7": "step3p5",
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",

@@ -549,7 +549,22 @@ def _pattern_refusals(model: ModelConfig) -> tuple[_Refusal, ...]:
             (model.embedding_norm, "a norm of the embedding"),
             ("lightning" in mixers, "Lightning Attention"),
             ("attention+mamba" in mixers, "attention beside Mamba in one layer"),
-            (model.shares_kv, "values that are keys"),
+            (
+                any(model.of_layer(layer).shares_kv for layer in model.pattern),
+                "values that are keys",
+            ),
+            (model.v_norm, "normed values"),
+            (
+                any(layer.rotary_dim for layer in model.pattern),
+                "rotated widths of single layers",
+            ),
+            (model.layer_scale, "scaled layers"),
+            (model.per_layer_width > 0, "embeddings per layer"),
+            (
+                not all(layer.has_kv for layer in model.pattern),
+                "layers that share keys and values",
+            ),
+            (model.moe is not None and model.moe.has_norms, "norms of experts"),
             (model.gate == "head", "a gate per head"),
             (model.residual_multiplier != 1, "scaled residuals"),
             (some_biases, "biases of single kinds of linear layers"),
