@@ -49,7 +49,8 @@ LATER = frozenset(
         *("logit_softcap", "attention_scale", "embedding_multiplier", "embedding_norm"),
         *("residual_multiplier", "logit_multiplier", "num_mtp_layers", "shares_kv"),
         *("scoring", "num_groups", "top_groups", "shared_gate", "latent_size", "indexer"),
-        *("v_norm", "layer_scale", "has_norms", "per_layer_width"),
+        *("v_norm", "layer_scale", "has_norms", "per_layer_width", "v_head_dim"),
+        "value_multiplier",
     }
 )
 
@@ -98,6 +99,7 @@ class ModelConfig:
     rotary_dim: int = 0  # rotated width of a head; 0: all of it
     gate: Gate = ""  # sigmoid that attention's output is multiplied with, per element or head
     shares_kv: bool = False  # values are the keys
+    v_head_dim: int = 0  # 0: head_dim; with mla: the one of mla
     v_norm: bool = False  # RMSNorm over each head's value, without a weight
     has_sinks: bool = False  # a learned logit of each head in attention's softmax
     softcap: float = 0.0  # of attention's scores; 0: none
@@ -105,6 +107,7 @@ class ModelConfig:
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False  # a norm follows the embedding
+    value_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     # Gemma 4: a second embedding has this width for each layer, which gates its hidden state.
     per_layer_width: int = 0
@@ -158,6 +161,7 @@ class ModelConfig:
         for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks", "v_norm"):
             value = getattr(self, name)
             yield name, value, not (mla and value), "false with mla"
+        yield "v_head_dim", self.v_head_dim, not (mla and self.v_head_dim), "0 with mla"
 
     def _layer_rules(self) -> Iterator[_Rule]:
         moe = self.moe
@@ -205,6 +209,8 @@ class ModelConfig:
                 own.num_heads % own.num_kv_heads == 0,
                 f"a multiple of num_kv_heads={own.num_kv_heads}",
             )
+            is_valid = not (own.v_head_dim and own.shares_kv)
+            yield "v_head_dim", own.v_head_dim, is_valid, "0 where values are the keys"
 
     def _keys_are_there(self) -> bool:
         """Return whether layers without keys follow one whose keys and values fit."""
@@ -272,6 +278,8 @@ class ModelConfig:
     def of_layer(self, layer: Layer) -> "ModelConfig":
         """Return the model with the widths and the values of a layer."""
         own = {name: value for name in _OF_LAYER if (value := getattr(layer, name))}
+        if self.has_sinks and not layer.has_sinks:
+            own["has_sinks"] = False
         return replace(self, **own, pattern=(Layer(),)) if own else self
 
     @property
@@ -282,7 +290,7 @@ class ModelConfig:
     @property
     def d_v(self) -> int:
         """Width of one value head."""
-        return self.mla.v_head_dim if self.mla else self.head_dim
+        return self.mla.v_head_dim if self.mla else self.v_head_dim or self.head_dim
 
     @property
     def num_moe_layers(self) -> int:
@@ -344,9 +352,9 @@ class ModelConfig:
         has_out_bias = has_bias or "out" in self.biases
         out = Linear("attention.out", hidden, heads * self.d_v, "in", has_out_bias)
         if self.mla is None:
-            num_kv = self.num_kv_heads * (1 if self.shares_kv else 2) if layer.has_kv else 0
-            num_q = heads * (2 if self.gate == "element" else 1)
-            rows = self.head_dim * (num_q + num_kv)
+            rows = heads * (self.d_qk + (self.d_v if self.gate == "element" else 0))
+            if layer.has_kv:
+                rows += self.num_kv_heads * (self.d_qk + (0 if self.shares_kv else self.d_v))
             name = "attention.qkv" if layer.has_kv else "attention.q"
             yield Linear(name, rows, hidden, "out", has_bias or self.qkv_bias)
             if self.gate == "head":
@@ -601,6 +609,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
+            v_head_dim=self.v_head_dim and scale.head_width(self.v_head_dim),
             rotary_dim=self.rotary_dim and min(head_dim, scale.head_width(self.rotary_dim)),
             ffn_hidden_size=scale.width(self.ffn_hidden_size),
             vocab_size=scale.width(self.vocab_size),
@@ -648,6 +657,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=heads if self.mla else 2,
             head_dim=32 if self.mla else 16,
+            v_head_dim=self.v_head_dim and 8,
             rotary_dim=self.rotary_dim and 8,
             ffn_hidden_size=self.ffn_hidden_size and scale.width(self.ffn_hidden_size),
             vocab_size=512,
@@ -675,7 +685,7 @@ _KINDS = {
 }
 _NUMBERS = (
     *("softcap", "logit_softcap", "attention_scale", "embedding_multiplier"),
-    *("residual_multiplier", "logit_multiplier"),
+    *("value_multiplier", "residual_multiplier", "logit_multiplier"),
 )
 _SIZES = (
     "hidden_size",
@@ -688,6 +698,7 @@ _SIZES = (
 )
 _COUNTS = (
     *("ffn_hidden_size", "max_positions", "rotary_dim", "num_mtp_layers", "per_layer_width"),
+    "v_head_dim",
 )
 # Fields of a layer that stand for the model's.
 _OF_LAYER = (

@@ -299,10 +299,11 @@ class TreeBuilder:
             role = linear.name.rpartition(".")[2]
             together = "experts" if "held" in linear.name else "gate_up"
             if role == "qkv" and "qkv" not in fused:
-                kv_rows = self.model.num_kv_heads * self.model.head_dim
-                names = "qk" if self.model.shares_kv else "qkv"
-                q_rows = linear.out - (len(names) - 1) * kv_rows
-                for name, rows in zip(names, (q_rows, kv_rows, kv_rows), strict=False):
+                k_rows = self.model.num_kv_heads * self.model.d_qk
+                v_rows = 0 if self.model.shares_kv else self.model.num_kv_heads * self.model.d_v
+                q_rows = linear.out - k_rows - v_rows
+                names = "qkv" if v_rows else "qk"
+                for name, rows in zip(names, (q_rows, k_rows, v_rows), strict=False):
                     yield replace(linear, name=f"attention.{name}", out=rows)
             elif linear.name.startswith("ffn.") and role == "gate" and together in fused:
                 gate = linear
@@ -409,7 +410,7 @@ class TreeBuilder:
         yield replace(chosen, num_replicas=self._tp)
 
     def _head_norms(self, layer: Layer) -> Iterator[Module]:
-        """Yield norms of queries and keys, and of values, as far as the layer has them."""
+        """Yield norms of queries, keys and values, and the scale of values, as there are."""
         model = self.model
         is_whole = model.qk_norm_kind == "all"
         heads = {"q_norm": model.num_heads // self._tp}
@@ -427,12 +428,15 @@ class TreeBuilder:
             yield norm
         if model.v_norm and layer.has_kv:
             path = "attention.v_norm"
-            norm = self._norm(path, path, model.head_dim, self.tokens * self.kv_heads)
+            norm = self._norm(path, path, model.d_v, self.tokens * self.kv_heads)
             norm = replace(norm, params=(), is_module=False, keeps=SavedTensors())
             if model.shares_kv:  # gradients of one product, as key and as value, are added up
                 added = self._sum(path, self.tokens, model.head_dim * self.kv_heads).bwd
                 norm = replace(norm, work=(*norm.work, *added))
             yield norm
+
+        if model.value_multiplier != 1 and layer.has_kv:
+            yield self._scaled("attention.value_scale", self.tokens, self.kv_heads * model.d_v)
 
     def _scores(self, layer: Layer) -> Iterator[Module]:
         """Yield rotary positions, and softmax(q k.T) v.
@@ -749,9 +753,10 @@ class TreeBuilder:
         size = self.inputs.plain_dtype.itemsize
         return with_dropout(residual, self.own_tokens * width, width, size)
 
-    def _scaled(self, role: str, rows: int) -> Module:
-        """Return the product of rows of hidden states with a number."""
-        size = rows * self.model.hidden_size * self.inputs.plain_dtype.itemsize
+    def _scaled(self, role: str, rows: int, width: int = 0) -> Module:
+        """Return the product of rows with a number. width: 0: the hidden width."""
+        width = width or self.model.hidden_size
+        size = rows * width * self.inputs.plain_dtype.itemsize
         op = memory_kernel("scale", 2 * size)
         return between(role, (Phase.FWD, op), (Phase.BWD, op))
 

@@ -40,7 +40,9 @@ PARTS = {
     "rotary_dim": "partly rotated heads",
     "gate": "gated attention",
     "shares_kv": "values that are the keys",
+    "v_head_dim": "values of another width than keys",
     "v_norm": "normed values",
+    "value_multiplier": "scaled values",
     "has_sinks": "attention sinks",
     "softcap": "capped attention scores",
     "logit_softcap": "capped logits",
@@ -58,6 +60,7 @@ PARTS = {
     "layer.chunk": "attention in chunks",
     "layer.has_rope": "layers without rotary positions",
     "layer.has_indexer": "layers that share an indexer's keys",
+    "layer.has_sinks": "layers without attention sinks beside ones with them",
     "layer.has_kv": "layers that share keys and values",
     "layer.shares_kv": "values that are the keys",
     "layer.num_heads": "layers with another number of heads",
@@ -91,7 +94,7 @@ OF_ALL_KEYS = frozenset({"has_sinks", "softcap", "num_mtp_layers"})
 LACKING = frozenset(
     {
         *("mla.indexer", "layer.has_indexer", "v_norm", "layer_scale", "moe.has_norms"),
-        *("per_layer_width", "layer.has_kv"),
+        *("per_layer_width", "layer.has_kv", "v_head_dim", "value_multiplier"),
     }
 )
 

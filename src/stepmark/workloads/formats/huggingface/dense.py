@@ -3,10 +3,9 @@
 Source: configuration_*.py and modeling_*.py of transformers 5.23.
 """
 
-from dataclasses import replace
 from typing import Any
 
-from stepmark.model.layers import Layer, MoeConfig
+from stepmark.model.layers import Layer
 from stepmark.workloads.formats.huggingface.keys import Keys, cycle
 from stepmark.workloads.formats.huggingface.shared_fields import (
     Fields,
@@ -118,71 +117,6 @@ def gemma3(keys: Keys) -> Fields:
     step = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     windows = read_windows(keys, fields["num_layers"], every(step), 4096)
     return _gemma_heads(keys, with_windows(fields, windows))
-
-
-def gemma4(keys: Keys) -> Fields:
-    """Return the text decoder of Gemma 4. "vision" is about tokens of images alone."""
-    keys.read.add("use_bidirectional_attention")
-    if keys.raw.get("use_bidirectional_attention") not in (None, "vision"):
-        raise keys.error("use_bidirectional_attention", "vision or null: a causal decoder")
-    activation = read_activation(keys, "hidden_activation", default="gelu_pytorch_tanh")
-    fields = decoder(keys, head_dim=256, tied=True, kv_heads=4, vocab=262_144)
-    windows = read_windows(keys, fields["num_layers"], every(6), 512)
-    windows[-1] = 0  # whatever the file says
-    shares_kv = keys.flag("attention_k_eq_v")
-    full_kv_heads = keys.size("num_global_key_value_heads", default=None)
-    full = Layer(
-        head_dim=keys.size("global_head_dim", default=512),
-        num_kv_heads=(full_kv_heads or 0) if shares_kv else 0,
-        shares_kv=shares_kv,
-    )
-    layers = [Layer(window=size) if size else full for size in windows]
-    layers = _with_shared_kv(keys, layers, fields["ffn_hidden_size"])
-    per_layer = keys.count("hidden_size_per_layer_input", default=256, null=0)
-    rows = keys.size("vocab_size_per_layer_input", default=262_144)
-    if per_layer and rows != fields["vocab_size"]:
-        raise keys.error("vocab_size_per_layer_input", f"vocab_size ({fields['vocab_size']})")
-    # Rotary positions of a quarter of a full layer's head cover it all, most by no angle.
-    fields |= attention_bias(keys) | {
-        "activation": activation,
-        "embedding_multiplier": fields["hidden_size"] ** 0.5,
-        "norm_placement": "both",
-        "qk_norm": True,
-        "v_norm": True,
-        "attention_scale": 1.0,
-        "logit_softcap": keys.number("final_logit_softcapping", default=0),
-        "layer_scale": True,
-        "rotary_dim": 0,
-        "per_layer_width": per_layer,
-        "pattern": cycle(layers),
-    }
-    if not keys.flag("enable_moe_block"):
-        return fields
-    moe = MoeConfig(
-        num_experts=keys.size("num_experts"),
-        top_k=keys.size("top_k_experts"),
-        ffn_hidden_size=keys.size("moe_intermediate_size", "expert_intermediate_size"),
-        num_shared_experts=1,
-        shared_ffn_hidden_size=fields["ffn_hidden_size"],
-        has_norms=True,
-    )
-    return fields | {"moe": moe, "ffn_hidden_size": 0}
-
-
-def _with_shared_kv(keys: Keys, layers: list[Layer], width: int) -> list[Layer]:
-    """Return layers of which the last ones have the keys and values of earlier ones.
-
-    width: of the FFN, which may be twice as wide there.
-    """
-    first = len(layers) - keys.count("num_kv_shared_layers", default=0)
-    width = 2 * width if keys.flag("use_double_wide_mlp") else 0
-    earlier = {layer.window for layer in layers[: max(0, first)]}
-    if not {layer.window for layer in layers[first:]} <= earlier:
-        raise keys.error("num_kv_shared_layers", "fewer: an earlier layer of each type is left")
-    return [
-        replace(layer, has_kv=False, ffn_hidden_size=width) if index >= first else layer
-        for index, layer in enumerate(layers)
-    ]
 
 
 def olmo(keys: Keys) -> Fields:

@@ -3,7 +3,6 @@
 Source: configuration_*.py and modeling_*.py of transformers 5.23.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from stepmark.model.layers import (
@@ -28,8 +27,6 @@ from stepmark.workloads.formats.huggingface.shared_fields import (
     read_ropes,
     read_types,
     read_windows,
-    rotary_dim,
-    with_defaults,
     with_windows,
 )
 
@@ -234,124 +231,6 @@ def llama4(keys: Keys) -> Fields:
         "qk_norm_kind": "unit" if has_norm else "head",
     }
     return placed_experts(fields, moe, [index not in with_experts for index in range(count)])
-
-
-def step3p5(keys: Keys) -> Fields:
-    """Return the text decoder of Step-3.5-Flash and Step-3.7-Flash, by old and new keys.
-
-    transformers ties tables by a key outside of the decoder's, the Hub's code by one inside.
-    """
-    for name, must in (
-        ("use_head_wise_attn_gate", True),
-        ("use_bidirectional_attention", False),
-    ):
-        if keys.flag(name, must) is not must:
-            raise keys.error(name, str(must).lower())
-    count = keys.size("num_hidden_layers")
-    keys = _without_mtp(keys, count)
-    kv_heads = keys.size("num_key_value_heads", "num_attention_groups", default=8)
-    keys = with_defaults(keys, num_key_value_heads=kv_heads)
-    keys.read.add("partial_rotary_factors")
-    fields = gated(keys, head_dim=128, ffn=11264, vocab=128_815) | attention_bias(keys)
-    windows = read_windows(keys, count, lambda index: False, None)
-    types = read_types(keys, count) or ["full_attention"] * count
-    if fields["tied_embeddings"]:
-        raise keys.error("tie_word_embeddings", "false")
-    if "sliding_attention" in types and not any(windows):
-        raise keys.error(
-            "sliding_window", "a number of keys: some layers are sliding_attention"
-        )
-    layers = [
-        Layer(
-            window=window,
-            num_heads=_sliding_heads(keys, fields) if window else 0,
-            rotary_dim=rotary,
-        )
-        for window, rotary in zip(windows, _rotated_widths(keys, fields, types), strict=True)
-    ]
-    width = keys.size("share_expert_dim", "share_expert_dims", default=1280)
-    moe = MoeConfig(
-        num_experts=keys.size(
-            *("n_routed_experts", "num_local_experts", "moe_num_experts"), default=288
-        ),
-        top_k=keys.size("num_experts_per_tok", "moe_top_k", default=8),
-        ffn_hidden_size=keys.size("moe_intermediate_size", default=1280),
-        num_shared_experts=1,
-        shared_ffn_hidden_size=width,
-        router_bias=True,
-        scoring="sigmoid",
-    )
-    keys.read |= {"use_moe_router_bias", "moe_router_activation"}
-    fields |= {
-        "pattern": cycle(layers),
-        "qk_norm": True,
-        "gate": "head",
-        "attention_scale": keys.number("query_pre_attn_scalar", default=fields["head_dim"])
-        ** -0.5,
-        "biases": ("mlp",) if keys.flag("mlp_bias") else (),
-    }
-    return placed_experts(fields, moe, _dense_layers(keys, count))
-
-
-def _without_mtp(keys: Keys, count: int) -> Keys:
-    """Return keys whose lists have no entries of multi-token prediction, which come last."""
-    names = ("layer_types", "mlp_layer_types", "partial_rotary_factors")
-    longer = count + keys.count("num_nextn_predict_layers", "num_mtp_layers", default=0)
-    keys.read -= {"num_nextn_predict_layers", "num_mtp_layers"}  # a note says that they lack
-    lists = {name: value for name in names if isinstance(value := keys.raw.get(name), list)}
-    short = {name: value[:count] for name, value in lists.items() if len(value) == longer}
-    return replace(keys, raw={**keys.raw, **short})
-
-
-def _sliding_heads(keys: Keys, fields: Fields) -> int:
-    """Return the number of heads of layers with a window."""
-    other = keys.part("attention_other_setting")
-    default = fields["num_heads"]
-    if other is not None:
-        for name, ours in (("num_attention_groups", "num_kv_heads"), ("head_dim", "head_dim")):
-            if other.size(name, default=fields[ours]) != fields[ours]:
-                raise other.error(name, f"{fields[ours]}, as in other layers")
-        default = other.size("num_attention_heads", default=default)
-    return int(keys.size("num_sliding_attention_heads", default=default, null=default))
-
-
-def _rotated_widths(keys: Keys, fields: Fields, types: list[str]) -> list[int]:
-    """Return the rotated width of each layer's heads; 0: all of it."""
-    width = fields["head_dim"]
-    shares = keys.items("partial_rotary_factors")
-    if shares is None:
-        by_type = keys.raw.get("rope_parameters")
-        own = by_type if isinstance(by_type, dict) else {}
-        keys.read.add("rope_parameters")
-        parts = {kind: own[kind] for kind in types if isinstance(own.get(kind), dict)}
-        shares = [parts.get(kind, {}).get("partial_rotary_factor", 1.0) for kind in types]
-    if len(shares) != len(types):
-        raise keys.error("partial_rotary_factors", "as many as num_hidden_layers")
-    of_layer = (
-        rotary_dim(Keys({"partial_rotary_factor": share}, keys.where), width)
-        for share in shares
-    )
-    return list(of_layer)
-
-
-def _dense_layers(keys: Keys, count: int) -> list[bool]:
-    """Return whether each layer has a dense MLP: the first three, if a file does not say."""
-    types = keys.items("mlp_layer_types")
-    if types is not None:
-        if len(types) != count or not set(types) <= {"dense", "sparse"}:
-            raise keys.error("mlp_layer_types", f"dense or sparse of {count} layers")
-        return [kind == "dense" for kind in types]
-    listed = keys.raw.get("moe_layers_enum")
-    keys.read.add("moe_layers_enum")
-    if listed is None:
-        return [index < 3 for index in range(count)]
-    numbers = listed.split(",") if isinstance(listed, str) else listed
-    if not isinstance(numbers, list) or not all(
-        str(each).strip().isdigit() for each in numbers
-    ):
-        raise keys.error("moe_layers_enum", "numbers of layers, with commas")
-    with_experts = {int(each) for each in numbers}
-    return [index not in with_experts for index in range(count)]
 
 
 def olmoe(keys: Keys, width: int = 2048) -> Fields:

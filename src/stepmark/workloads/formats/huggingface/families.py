@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from stepmark.workloads.formats.huggingface import dense, experts, hybrid, older
+from stepmark.workloads.formats.huggingface import dense, experts, hybrid, older, sliding
 from stepmark.workloads.formats.huggingface.keys import Keys
 from stepmark.workloads.formats.huggingface.shared_fields import Fields
 
@@ -23,6 +23,7 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "qwen3_5_text": hybrid.qwen3_5,
     "qwen3_5_moe_text": hybrid.qwen3_5_moe,
     "mimo": dense.mimo,
+    "mimo_v2_flash": sliding.mimo_v2_flash,
     "deepseek_v2": partial(experts.deepseek, sigmoid=False),
     "deepseek_v3": partial(experts.deepseek, sigmoid=True),
     "deepseek_v32": partial(experts.deepseek, sigmoid=True, indexed=True),
@@ -35,8 +36,8 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "gemma": dense.gemma,
     "gemma2": dense.gemma2,
     "gemma3_text": dense.gemma3,
-    "gemma4_text": dense.gemma4,
-    "step3p5": experts.step3p5,
+    "gemma4_text": sliding.gemma4,
+    "step3p5": sliding.step3p5,
     "gpt_oss": experts.gpt_oss,
     "llama4_text": experts.llama4,
     "olmo": dense.olmo,

@@ -70,9 +70,13 @@ def check(model: ModelConfig) -> None:
         "rotated widths of single layers": any(layer.rotary_dim for layer in model.pattern),
         "embeddings per layer": model.per_layer_width > 0,
         "layers that share keys and values": not all(layer.has_kv for layer in model.pattern),
-        "scaled embeddings, residuals or logits": (
-            (model.embedding_multiplier, model.residual_multiplier, model.logit_multiplier)
-            != (1, 1, 1)
+        "values of another width than keys": model.v_head_dim > 0,
+        "scaled embeddings, values, residuals or logits": any(
+            factor != 1
+            for factor in (
+                *(model.embedding_multiplier, model.value_multiplier),
+                *(model.residual_multiplier, model.logit_multiplier),
+            )
         ),
         "capped logits": model.logit_softcap > 0,
         "multi-token prediction": model.num_mtp_layers > 0,

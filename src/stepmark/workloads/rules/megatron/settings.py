@@ -554,6 +554,9 @@ def _pattern_refusals(model: ModelConfig) -> tuple[_Refusal, ...]:
                 "values that are keys",
             ),
             (model.v_norm, "normed values"),
+            (model.v_head_dim > 0, "values of another width than keys"),
+            (model.value_multiplier != 1, "scaled values"),
+            (not all(layer.has_sinks for layer in model.pattern), "sinks in some layers alone"),
             (
                 any(layer.rotary_dim for layer in model.pattern),
                 "rotated widths of single layers",
