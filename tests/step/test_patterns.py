@@ -163,7 +163,7 @@ def patterns(draw: Any) -> ModelConfig:
         num_mtp_layers=one(0, 0, 1, 2),
     )
     if draw(st.integers(0, 4)):
-        return replace(model, **one({}, {}, later_inputs(model)))
+        return replace(model, **one({}, {}, later_inputs(model), DENSE_ALONE))
     return replace(
         model,
         num_kv_heads=4,
@@ -175,6 +175,15 @@ def patterns(draw: Any) -> ModelConfig:
         mla=MLA,
         pattern=tuple(replace(layer, window=0, chunk=0) for layer in model.pattern),
     )
+
+
+# Apertus: an activation with parameters, which experts do not have.
+DENSE_ALONE = {
+    "moe": None,
+    "activation": "xielu",
+    "pattern": (Layer(), Layer(mixer="", ffn="dense")),
+    "biases": ("mlp",),
+}
 
 
 def later_inputs(model: ModelConfig) -> dict[str, Any]:

@@ -25,8 +25,11 @@ from stepmark.model.layers import (
 )
 from stepmark.model.scale import Scale, TinyScale
 
-# gate and up: swiglu, geglu, and clamped_swiglu of gpt-oss; up alone: the others.
-Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "silu", "relu", "relu2"]
+# gate and up: swiglu, geglu, and clamped_swiglu of gpt-oss; up alone: the others. xielu
+# (arXiv:2411.13010) has two trained numbers per MLP.
+Activation = Literal[
+    "swiglu", "geglu", "clamped_swiglu", "gelu", "silu", "relu", "relu2", "xielu"
+]
 Norm = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "layernorm_no_weight"]
 # shared: one before attention and FFN, which are parallel; both: before and after each.
 NormPlacement = Literal["pre", "post", "both", "shared"]
@@ -49,7 +52,8 @@ LATER = frozenset(
         *("logit_softcap", "attention_scale", "embedding_multiplier", "embedding_norm"),
         *("residual_multiplier", "logit_multiplier", "num_mtp_layers", "shares_kv"),
         *("scoring", "num_groups", "top_groups", "shared_gate", "latent_size", "indexer"),
-        *("v_norm", "layer_scale", "has_norms", "per_layer_width", "v_head_dim"),
+        *("v_norm", "layer_scale", "has_norms", "per_layer_width", "value_head_dim"),
+        "has_kv",  # of a layer, whose other later fields have names of the model's
         "value_multiplier",
     }
 )
@@ -99,7 +103,7 @@ class ModelConfig:
     rotary_dim: int = 0  # rotated width of a head; 0: all of it
     gate: Gate = ""  # sigmoid that attention's output is multiplied with, per element or head
     shares_kv: bool = False  # values are the keys
-    v_head_dim: int = 0  # 0: head_dim; with mla: the one of mla
+    value_head_dim: int = 0  # 0: head_dim, or that of mla
     v_norm: bool = False  # RMSNorm over each head's value, without a weight
     has_sinks: bool = False  # a learned logit of each head in attention's softmax
     softcap: float = 0.0  # of attention's scores; 0: none
@@ -161,7 +165,8 @@ class ModelConfig:
         for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks", "v_norm"):
             value = getattr(self, name)
             yield name, value, not (mla and value), "false with mla"
-        yield "v_head_dim", self.v_head_dim, not (mla and self.v_head_dim), "0 with mla"
+        width = self.value_head_dim
+        yield "value_head_dim", width, not (mla and width), "0 with mla"
 
     def _layer_rules(self) -> Iterator[_Rule]:
         moe = self.moe
@@ -176,6 +181,8 @@ class ModelConfig:
         )
         is_valid = not (moe and self.linear_bias)
         yield "linear_bias", self.linear_bias, is_valid, "false for MoE models"
+        is_valid = not moe or self.activation != "xielu"
+        yield "activation", self.activation, is_valid, "one without parameters, with experts"
         yield "moe", None, moe is not None or not self.num_moe_layers, "given with experts"
         scans = {layer.scan for layer in self.pattern}
         for name in ("delta", "mamba"):
@@ -209,8 +216,8 @@ class ModelConfig:
                 own.num_heads % own.num_kv_heads == 0,
                 f"a multiple of num_kv_heads={own.num_kv_heads}",
             )
-            is_valid = not (own.v_head_dim and own.shares_kv)
-            yield "v_head_dim", own.v_head_dim, is_valid, "0 where values are the keys"
+            is_valid = not (own.value_head_dim and own.shares_kv)
+            yield "value_head_dim", own.value_head_dim, is_valid, "0 where values are the keys"
 
     def _keys_are_there(self) -> bool:
         """Return whether layers without keys follow one whose keys and values fit."""
@@ -290,7 +297,7 @@ class ModelConfig:
     @property
     def d_v(self) -> int:
         """Width of one value head."""
-        return self.mla.v_head_dim if self.mla else self.v_head_dim or self.head_dim
+        return self.mla.v_head_dim if self.mla else self.value_head_dim or self.head_dim
 
     @property
     def num_moe_layers(self) -> int:
@@ -423,6 +430,7 @@ class ModelConfig:
             *(own._attention_vectors(layer) if layer.has_attention else ()),
             *own._norm_vectors("ffn_norm" if layer.ffn and not has_norm else ""),
             *(own._experts_vectors() if layer.has_experts else ()),
+            *(own.activation_vectors if layer.ffn == "dense" else ()),
             *(own._vectors_of_norm("per_layer_norm") if self.per_layer_width else ()),
         )
 
@@ -474,6 +482,12 @@ class ModelConfig:
         elif layer.scan == "lightning":
             width = self.num_heads * self.head_dim
             yield Vector("attention.gate_norm.weight", (width,), True)
+
+    @property
+    def activation_vectors(self) -> tuple[Vector, ...]:
+        """Parameters of a dense MLP's activation."""
+        names = ("alpha_p", "alpha_n") if self.activation == "xielu" else ()
+        return tuple(Vector(f"ffn.activation.{name}", (1,)) for name in names)
 
     def _experts_vectors(self) -> Iterator[Vector]:
         moe = self.moe
@@ -609,7 +623,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            v_head_dim=self.v_head_dim and scale.head_width(self.v_head_dim),
+            value_head_dim=self.value_head_dim and scale.head_width(self.value_head_dim),
             rotary_dim=self.rotary_dim and min(head_dim, scale.head_width(self.rotary_dim)),
             ffn_hidden_size=scale.width(self.ffn_hidden_size),
             vocab_size=scale.width(self.vocab_size),
@@ -657,7 +671,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=heads if self.mla else 2,
             head_dim=32 if self.mla else 16,
-            v_head_dim=self.v_head_dim and 8,
+            value_head_dim=self.value_head_dim and 8,
             rotary_dim=self.rotary_dim and 8,
             ffn_hidden_size=self.ffn_hidden_size and scale.width(self.ffn_hidden_size),
             vocab_size=512,
@@ -698,7 +712,7 @@ _SIZES = (
 )
 _COUNTS = (
     *("ffn_hidden_size", "max_positions", "rotary_dim", "num_mtp_layers", "per_layer_width"),
-    "v_head_dim",
+    "value_head_dim",
 )
 # Fields of a layer that stand for the model's.
 _OF_LAYER = (

@@ -512,6 +512,12 @@ class TreeBuilder:
         name = down.role.replace("down", "activation")
         activation = self._activation(name, self.tokens, width // self._tp, width)
         keeps = SavedTensors(divided=width)
+        if not is_shared:
+            numbers = (
+                Param(name=vector.name, shape=vector.shape, part=name, is_partial=True)
+                for vector in self.model.activation_vectors
+            )
+            activation = replace(activation, params=tuple(numbers))
         return (*self._with_grad_sum(ups, self.tokens), activation, replace(down, keeps=keeps))
 
     def _activation(self, role: str, rows: int, width: int, kept_width: int) -> Module:

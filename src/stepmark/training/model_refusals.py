@@ -40,7 +40,7 @@ PARTS = {
     "rotary_dim": "partly rotated heads",
     "gate": "gated attention",
     "shares_kv": "values that are the keys",
-    "v_head_dim": "values of another width than keys",
+    "value_head_dim": "values of another width than keys",
     "v_norm": "normed values",
     "value_multiplier": "scaled values",
     "has_sinks": "attention sinks",
@@ -94,7 +94,7 @@ OF_ALL_KEYS = frozenset({"has_sinks", "softcap", "num_mtp_layers"})
 LACKING = frozenset(
     {
         *("mla.indexer", "layer.has_indexer", "v_norm", "layer_scale", "moe.has_norms"),
-        *("per_layer_width", "layer.has_kv", "v_head_dim", "value_multiplier"),
+        *("per_layer_width", "layer.has_kv", "value_head_dim", "value_multiplier"),
     }
 )
 

@@ -16,7 +16,8 @@ SHARED = (Layer(), Layer(has_kv=False))
 # Of a model: the change, and the words of the refusal.
 LACKING: dict[str, tuple[dict[str, Any], str]] = {
     "values that are keys": ({"pattern": (Layer(shares_kv=True),)}, "values that are keys"),
-    "width of values": ({"v_head_dim": 4}, "values of another width"),
+    "activation": ({"activation": "xielu"}, "xIELU"),
+    "width of values": ({"value_head_dim": 4}, "values of another width"),
     "scaled values": ({"value_multiplier": 0.7}, "values"),
     "sinks": ({"has_sinks": True, "pattern": (Layer(), Layer(has_sinks=False))}, "sinks"),
     "rotated widths": (

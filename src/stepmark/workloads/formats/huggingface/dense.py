@@ -34,6 +34,12 @@ def arcee(keys: Keys) -> Fields:
     return decoder(keys) | all_biases(keys) | {"activation": activation}
 
 
+def apertus(keys: Keys) -> Fields:
+    activation = read_activation(keys, gated=False, default="xielu")
+    fields = decoder(keys, ffn=14336, vocab=131_072) | attention_bias(keys)
+    return fields | {"activation": activation, "qk_norm": True}
+
+
 def mistral(keys: Keys, window: int | None = 4096) -> Fields:
     fields = gated(keys, kv_heads=8)
     return with_windows(fields, read_windows(keys, fields["num_layers"], always, window))

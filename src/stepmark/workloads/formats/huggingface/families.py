@@ -80,6 +80,7 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "hunyuan_v1_moe": partial(experts.hunyuan, with_experts=True),
     "internlm3": dense.internlm3,
     "helium": dense.helium,
+    "apertus": dense.apertus,
     "arcee": dense.arcee,
     "hyperclovax": dense.hyperclovax,
     "cwm": dense.cwm,

@@ -245,7 +245,7 @@ def mimo_v2_flash(keys: Keys) -> Fields:
     keys = with_defaults(keys, attention_value_scale=0.707)
     fields |= {
         "qkv_bias": keys.flag("attention_bias"),
-        "v_head_dim": 0 if v_width == fields["head_dim"] else v_width,
+        "value_head_dim": 0 if v_width == fields["head_dim"] else v_width,
         "value_multiplier": keys.number("attention_value_scale", default=1),
         "has_sinks": True,
         "rotary_dim": rotary,

@@ -66,11 +66,12 @@ def check(model: ModelConfig) -> None:
         and (model.moe.shared_gate or model.moe.has_norms or model.moe.latent_size > 0),
         "normed values, or values that are keys": model.v_norm
         or any(model.of_layer(layer).shares_kv for layer in model.pattern),
+        "xIELU": model.activation == "xielu",
         "scaled layers": model.layer_scale,
         "rotated widths of single layers": any(layer.rotary_dim for layer in model.pattern),
         "embeddings per layer": model.per_layer_width > 0,
         "layers that share keys and values": not all(layer.has_kv for layer in model.pattern),
-        "values of another width than keys": model.v_head_dim > 0,
+        "values of another width than keys": model.value_head_dim > 0,
         "scaled embeddings, values, residuals or logits": any(
             factor != 1
             for factor in (

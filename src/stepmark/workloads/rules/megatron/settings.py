@@ -553,8 +553,9 @@ def _pattern_refusals(model: ModelConfig) -> tuple[_Refusal, ...]:
                 any(model.of_layer(layer).shares_kv for layer in model.pattern),
                 "values that are keys",
             ),
+            (model.activation == "xielu", "xIELU"),
             (model.v_norm, "normed values"),
-            (model.v_head_dim > 0, "values of another width than keys"),
+            (model.value_head_dim > 0, "values of another width than keys"),
             (model.value_multiplier != 1, "scaled values"),
             (not all(layer.has_sinks for layer in model.pattern), "sinks in some layers alone"),
             (
