@@ -105,7 +105,9 @@ layers = st.builds(
         has_sinks=flags[0],
         ffn_hidden_size=width,
     ),
-    st.sampled_from(["attention", "delta", "mamba", "lightning", "attention+mamba", ""]),
+    st.sampled_from(
+        ["attention", "delta", "mamba", "lightning", "conv", "attention+mamba", ""]
+    ),
     st.sampled_from(["model", "dense", "experts", ""]),
     st.sampled_from([0, 0, 16, 512]),
     st.sampled_from([0, 0, 32, 48]),
@@ -142,6 +144,8 @@ def patterns(draw: Any) -> ModelConfig:
         moe=one(MOE, replace(MOE, latent_size=16), replace(MOE, has_norms=True)),
         pattern=tuple(draw(st.lists(layers, min_size=1, max_size=4))),
         delta=DELTA,
+        conv_width=3,
+        conv_bias=draw(st.booleans()),
         mamba=MAMBA
         if draw(st.booleans())
         else replace(MAMBA, has_out_bias=True, has_norm=False),

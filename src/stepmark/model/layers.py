@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 
 from stepmark.ground.errors import ConfigError, not_one_of
 
-# Attention is softmax over keys; the others carry a state from token to token.
-Mixer = Literal["attention", "delta", "mamba", "lightning", "attention+mamba", ""]
+# Attention is softmax over keys; the others carry a state from token to token: conv, a short
+# convolution between two gates (LFM2), that of a few tokens.
+Mixer = Literal["attention", "delta", "mamba", "lightning", "conv", "attention+mamba", ""]
 FeedForward = Literal["model", "dense", "experts", ""]
 
 _TOO_LARGE = 2**31

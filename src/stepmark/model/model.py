@@ -53,6 +53,7 @@ LATER = frozenset(
         *("residual_multiplier", "logit_multiplier", "num_mtp_layers", "shares_kv"),
         *("scoring", "num_groups", "top_groups", "shared_gate", "latent_size", "indexer"),
         *("v_norm", "layer_scale", "has_norms", "per_layer_width", "value_head_dim"),
+        *("conv_width", "conv_bias"),
         "has_kv",  # of a layer, whose other later fields have names of the model's
         "value_multiplier",
     }
@@ -96,6 +97,8 @@ class ModelConfig:
     pattern: tuple[Layer, ...] = (Layer(),)
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
+    conv_width: int = 0  # tokens of short convolutions, as wide as the hidden state
+    conv_bias: bool = False  # of these and of their projections
     norm_placement: NormPlacement = "pre"
     is_parallel: bool = False  # attention and FFN have the same input, and are added together
     biases: tuple[Bias, ...] = ()  # of linear layers that the three flags above leave out
@@ -188,6 +191,13 @@ class ModelConfig:
         for name in ("delta", "mamba"):
             is_given = getattr(self, name) is not None
             yield name, None, is_given or name not in scans, f"given with layers of {name}"
+        has_conv = "conv" in scans
+        yield (
+            "conv_width",
+            0,
+            self.conv_width > 0 or not has_conv,
+            "positive with layers of conv",
+        )
         is_masked = any(layer.window or layer.chunk for layer in self.pattern)
         has_indexer = self.mla is not None and self.mla.indexer is not None
         allowed = "left out with windows or chunks"
@@ -344,6 +354,9 @@ class ModelConfig:
             yield Linear("attention.qkvz", rows, hidden, "out")
             yield Linear("attention.ba", 2 * delta.num_value_heads, hidden, "out")
             yield Linear("attention.out", hidden, delta.values, "in")
+        elif layer.scan == "conv":
+            yield Linear("attention.conv_in", 3 * hidden, hidden, "out", self.conv_bias)
+            yield Linear("attention.out", hidden, hidden, "in", self.conv_bias)
         elif layer.scan == "lightning":
             width = self.num_heads * self.head_dim
             yield Linear("attention.scan_in", 3 * width, hidden, "out")
@@ -479,6 +492,10 @@ class ModelConfig:
             for name in ("dt_bias", "A_log"):
                 yield Vector(f"attention.{name}", (delta.num_value_heads,), True)
             yield Vector("attention.gate_norm.weight", (delta.value_dim,))
+        elif layer.scan == "conv":
+            yield Vector("attention.conv.weight", (self.hidden_size, self.conv_width), True)
+            if self.conv_bias:
+                yield Vector("attention.conv.bias", (self.hidden_size,), True)
         elif layer.scan == "lightning":
             width = self.num_heads * self.head_dim
             yield Vector("attention.gate_norm.weight", (width,), True)
@@ -688,7 +705,15 @@ class ModelConfig:
 
 _FLAGS = (
     *("tied_embeddings", "qkv_bias", "attention_bias", "linear_bias", "qk_norm"),
-    *("is_parallel", "shares_kv", "has_sinks", "embedding_norm", "v_norm", "layer_scale"),
+    *(
+        "conv_bias",
+        "is_parallel",
+        "shares_kv",
+        "has_sinks",
+        "embedding_norm",
+        "v_norm",
+        "layer_scale",
+    ),
 )
 _KINDS = {
     "activation": Activation,
@@ -712,7 +737,7 @@ _SIZES = (
 )
 _COUNTS = (
     *("ffn_hidden_size", "max_positions", "rotary_dim", "num_mtp_layers", "per_layer_width"),
-    "value_head_dim",
+    *("value_head_dim", "conv_width"),
 )
 # Fields of a layer that stand for the model's.
 _OF_LAYER = (

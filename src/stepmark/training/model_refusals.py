@@ -48,6 +48,8 @@ PARTS = {
     "logit_softcap": "capped logits",
     "attention_scale": "an attention scale of its own",
     "embedding_multiplier": "scaled embeddings",
+    "conv_width": "short convolutions",
+    "conv_bias": "biases of short convolutions",
     "embedding_norm": "a norm of embeddings",
     "residual_multiplier": "scaled residuals",
     "per_layer_width": "embeddings per layer",
@@ -95,6 +97,7 @@ LACKING = frozenset(
     {
         *("mla.indexer", "layer.has_indexer", "v_norm", "layer_scale", "moe.has_norms"),
         *("per_layer_width", "layer.has_kv", "value_head_dim", "value_multiplier"),
+        *("conv_width", "conv_bias"),
     }
 )
 

@@ -17,6 +17,10 @@ SHARED = (Layer(), Layer(has_kv=False))
 LACKING: dict[str, tuple[dict[str, Any], str]] = {
     "values that are keys": ({"pattern": (Layer(shares_kv=True),)}, "values that are keys"),
     "activation": ({"activation": "xielu"}, "xIELU"),
+    "convolutions": (
+        {"conv_width": 3, "pattern": (Layer(), Layer(mixer="conv"))},
+        "short convolutions|a layer without attention",
+    ),
     "width of values": ({"value_head_dim": 4}, "values of another width"),
     "scaled values": ({"value_multiplier": 0.7}, "values"),
     "sinks": ({"has_sinks": True, "pattern": (Layer(), Layer(has_sinks=False))}, "sinks"),

@@ -85,7 +85,12 @@ GATED = replace(
     DENSE,
     gate="element",
     rotary_dim=4,
-    pattern=(Layer(mixer="delta"), Layer(mixer="lightning"), Layer(chunk=32)),
+    pattern=(
+        *(Layer(mixer="delta"), Layer(mixer="lightning"), Layer(mixer="conv")),
+        Layer(chunk=32),
+    ),
+    conv_width=3,
+    conv_bias=True,
     delta=DeltaConfig(num_key_heads=8, num_value_heads=16, key_dim=8, value_dim=8),
     norm_placement="shared",
     is_parallel=True,

@@ -61,6 +61,8 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "smollm3": dense.smollm3,
     "starcoder2": dense.starcoder2,
     "falcon": older.falcon,
+    "lfm2": hybrid.lfm2,
+    "lfm2_moe": hybrid.lfm2_moe,
     "minimax": hybrid.minimax,
     "minimax_m2": experts.minimax_m2,
     "ernie4_5": dense.ernie,

@@ -548,6 +548,7 @@ def _pattern_refusals(model: ModelConfig) -> tuple[_Refusal, ...]:
             ("layernorm_" in model.norm, "a LayerNorm without weight or bias"),
             (model.embedding_norm, "a norm of the embedding"),
             ("lightning" in mixers, "Lightning Attention"),
+            ("conv" in mixers, "short convolutions"),
             ("attention+mamba" in mixers, "attention beside Mamba in one layer"),
             (
                 any(model.of_layer(layer).shares_kv for layer in model.pattern),
