@@ -140,7 +140,7 @@ def patterns(draw: Any) -> ModelConfig:
         norm=one("rmsnorm", "layernorm", "layernorm_no_bias", "layernorm_no_weight"),
         attention_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
-        qk_norm_kind=one("head", "all", "unit"),
+        qk_norm_kind=one("head", "all", "unit", "layernorm", "layernorm_each"),
         moe=one(MOE, replace(MOE, latent_size=16), replace(MOE, has_norms=True)),
         pattern=tuple(draw(st.lists(layers, min_size=1, max_size=4))),
         delta=DELTA,

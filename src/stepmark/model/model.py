@@ -33,7 +33,9 @@ Activation = Literal[
 Norm = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "layernorm_no_weight"]
 # shared: one before attention and FFN, which are parallel; both: before and after each.
 NormPlacement = Literal["pre", "post", "both", "shared"]
-QkNorm = Literal["head", "all", "unit"]  # over a head, over all heads, without a weight
+# RMSNorm over a head, over all heads, or without a weight; LayerNorm over a head, or with a
+# weight for each head and no bias.
+QkNorm = Literal["head", "all", "unit", "layernorm", "layernorm_each"]
 Gate = Literal["", "element", "head"]
 _Rule = tuple[str, object, bool, str]  # field, value, whether it is valid, what is allowed
 Bias = Literal["out", "mlp", "experts", "router", "head"]
@@ -89,7 +91,7 @@ class ModelConfig:
     qkv_bias: bool = False
     attention_bias: bool = False  # q, k, v and out; with mla: its down projections and out
     linear_bias: bool = False  # every linear layer but the head, those of attention included
-    qk_norm: bool = False  # RMSNorm over head_dim, one weight for q and one for k
+    qk_norm: bool = False  # over head_dim, one weight for q and one for k (qk_norm_kind)
     max_positions: int = 0  # rows of a learned position table; 0 = rope
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
@@ -460,12 +462,19 @@ class ModelConfig:
 
     def _attention_vectors(self, layer: Layer) -> Iterator[Vector]:
         if self.qk_norm and self.qk_norm_kind != "unit":
-            is_whole = self.qk_norm_kind == "all"
+            norm_kind = self.qk_norm_kind
             for name, heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
                 if name == "k_norm" and not layer.has_kv:
                     continue
-                width = self.head_dim * (heads if is_whole else 1)
-                yield Vector(f"attention.{name}.weight", (width,), is_divided=is_whole)
+                shape: tuple[int, ...] = (self.head_dim,)
+                if norm_kind == "all":
+                    shape = (heads * self.head_dim,)
+                elif norm_kind == "layernorm_each":
+                    shape = (heads, self.head_dim)
+                is_divided = norm_kind in ("all", "layernorm_each")
+                yield Vector(f"attention.{name}.weight", shape, is_divided=is_divided)
+                if norm_kind == "layernorm":
+                    yield Vector(f"attention.{name}.bias", shape)
         if self.mla:
             if self.mla.q_lora_rank:
                 yield Vector("attention.q.norm.weight", (self.mla.q_lora_rank,))

@@ -24,7 +24,7 @@ from stepmark.model.ops import (
     Rope,
 )
 from stepmark.model.parallel import ParallelConfig, stage_layers
-from stepmark.step.attention_core import attention_core
+from stepmark.step.attention_core import attention_core, head_norm_params, index_scores
 from stepmark.step.grouped_linear import grouped_linear
 from stepmark.step.kernel_choice import (
     KernelChoice,
@@ -46,7 +46,16 @@ from stepmark.step.layout import (
     tensor_sum,
 )
 from stepmark.step.lora import frozen, scaled_sum
-from stepmark.step.module import Module, Param, SavedTensors, between, both, role_of, work_of
+from stepmark.step.module import (
+    Module,
+    Param,
+    SavedTensors,
+    between,
+    both,
+    outside_layers,
+    role_of,
+    work_of,
+)
 from stepmark.step.scan_modules import GATE, ScanModules
 from stepmark.step.workload import Kernel
 
@@ -168,14 +177,14 @@ class TreeBuilder:
         lookup = work_of(role, *table_lookup(size), layer=None)
         yield Module(name=role, role=role, work=lookup, params=(table,), has_input_grad=False)
         keeps = SavedTensors(whole=model.hidden_size)
-        yield _outside_layers(replace(self.linear(product, product.name), keeps=keeps))
+        yield outside_layers(replace(self.linear(product, product.name), keeps=keeps))
         rows = self.tokens * model.num_layers
         norm = self._norm(f"{role}_norm", f"{role}_norm", model.per_layer_width, rows)
-        yield _outside_layers(replace(norm, keeps=SavedTensors(whole=product.out)))
+        yield outside_layers(replace(norm, keeps=SavedTensors(whole=product.out)))
         scaled = memory_kernel("scale", 6 * size)
         added = memory_kernel("add", 3 * size)
         work = (Phase.FWD, scaled), (Phase.FWD, added), (Phase.BWD, scaled)
-        yield _outside_layers(between(f"{role}_sum", *work))
+        yield outside_layers(between(f"{role}_sum", *work))
 
     def output(self) -> Module:
         """Return the last norm, the head and the loss."""
@@ -379,11 +388,7 @@ class TreeBuilder:
         return replace(gated, keeps=SavedTensors(divided=width + gate_width))
 
     def _indexer(self) -> Iterator[Module]:
-        """Yield the norm of the indexer's keys, and the scores that choose keys.
-
-        Scores of all earlier keys are products; its own loss, which trains it, has twice as
-        many backward (arXiv:2512.02556, section 2.1). Inputs are detached.
-        """
+        """Yield the norm of the indexer's keys, and the scores that choose keys."""
         mla = self.model.mla
         if mla is None or mla.indexer is None:
             return
@@ -398,16 +403,8 @@ class TreeBuilder:
         (weight,) = norm.params
         bias = replace(weight, name="attention.index_norm.bias")
         yield replace(norm, params=(weight, bias))
-        pairs = self.inputs.mbs * (self.inputs.seq_len**2 // 2)
-        flops = 2 * pairs * indexer.num_heads * indexer.head_dim
-        size = self.tokens * (indexer.num_heads + 1) * (indexer.head_dim + 1)
-        size = (
-            size * self.inputs.plain_dtype.itemsize + pairs * self.inputs.plain_dtype.itemsize
-        )
-        scores = Kernel(name="index_scores", flops=flops, bytes_moved=size)
-        back = Kernel(name="index_scores_backward", flops=2 * flops, bytes_moved=2 * size)
-        chosen = between("attention.index_scores", (Phase.FWD, scores), (Phase.BWD, back))
-        yield replace(chosen, num_replicas=self._tp)
+        scores = index_scores(indexer, self.inputs, self.tokens)
+        yield replace(scores, num_replicas=self._tp)
 
     def _head_norms(self, layer: Layer) -> Iterator[Module]:
         """Yield norms of queries, keys and values, and the scale of values, as there are."""
@@ -420,12 +417,16 @@ class TreeBuilder:
             width = model.head_dim * (count if is_whole else 1)
             rows = self.tokens * (1 if is_whole else count)
             path = f"attention.{name}"
-            norm = replace(self._norm(path, path, width, rows), keeps=SavedTensors())
-            if model.qk_norm_kind == "unit":
-                norm = replace(norm, params=(), is_module=False)
-            elif is_whole:
-                norm = replace(norm, params=(replace(norm.params[0], is_partial=False),))
-            yield norm
+            is_rms = not model.qk_norm_kind.startswith("layernorm")
+            norm = self._norm(
+                path, path, width, rows, kind="rmsnorm" if is_rms else "layernorm"
+            )
+            yield replace(
+                norm,
+                params=head_norm_params(model, norm.params[0], count),
+                is_module=model.qk_norm_kind != "unit",
+                keeps=SavedTensors(),
+            )
         if model.v_norm and layer.has_kv:
             path = "attention.v_norm"
             norm = self._norm(path, path, model.d_v, self.tokens * self.kv_heads)
@@ -783,13 +784,8 @@ _NORM_NAMES = {"attention": "attention_norm", "mlp": "ffn_norm"}
 _SSM = "attention.ssm_"
 
 
-def _outside_layers(leaf: Module) -> Module:
-    work = tuple(replace(op, layer=None) for op in leaf.work)
-    return replace(leaf, work=work, inside=tuple(map(_outside_layers, leaf.inside)))
-
-
 def _in_output(leaf: Module) -> Module:
     """Return a module as part of the output, outside of all layers."""
     params = tuple(replace(param, name=f"output.{param.name}") for param in leaf.params)
     inside = tuple(map(_in_output, leaf.inside))
-    return replace(_outside_layers(leaf), params=params, inside=inside)
+    return replace(outside_layers(leaf), params=params, inside=inside)

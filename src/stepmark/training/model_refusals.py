@@ -36,7 +36,7 @@ PARTS = {
     "norm_placement": "norms in other places than before each part",
     "is_parallel": "parallel attention and FFN",
     "biases": "biases of single layers",
-    "qk_norm_kind": "norms over all heads, or without weights",
+    "qk_norm_kind": "norms over all heads or without weights, or layer norms of heads",
     "rotary_dim": "partly rotated heads",
     "gate": "gated attention",
     "shares_kv": "values that are the keys",

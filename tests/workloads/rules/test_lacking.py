@@ -16,6 +16,10 @@ SHARED = (Layer(), Layer(has_kv=False))
 # Of a model: the change, and the words of the refusal.
 LACKING: dict[str, tuple[dict[str, Any], str]] = {
     "values that are keys": ({"pattern": (Layer(shares_kv=True),)}, "values that are keys"),
+    "layer norms": (
+        {"qk_norm": True, "qk_norm_kind": "layernorm_each"},
+        "layer norms of queries and keys",
+    ),
     "activation": ({"activation": "xielu"}, "xIELU"),
     "convolutions": (
         {"conv_width": 3, "pattern": (Layer(), Layer(mixer="conv"))},

@@ -217,7 +217,7 @@ def cohere(keys: Keys) -> Fields:
             "is_parallel": True,
             "logit_multiplier": keys.number("logit_scale", default=0.0625),
             "qk_norm": has_norm,
-            "qk_norm_kind": "all" if has_norm else "head",
+            "qk_norm_kind": "layernorm_each" if has_norm else "head",
         }
     )
 
@@ -239,7 +239,7 @@ def stablelm(keys: Keys) -> Fields:
         "is_parallel": is_parallel,
         "qkv_bias": keys.flag("use_qkv_bias"),
         "qk_norm": has_norm,
-        "qk_norm_kind": "all" if has_norm else "head",
+        "qk_norm_kind": "layernorm_each" if has_norm else "head",
     }
 
 

@@ -45,6 +45,7 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "olmo3": dense.olmo3,
     "olmoe": experts.olmoe,
     "flex_olmo": experts.flex_olmo,
+    "persimmon": older.persimmon,
     "phi": older.phi,
     "phi3": dense.phi3,
     "phimoe": experts.phimoe,

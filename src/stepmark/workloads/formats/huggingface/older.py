@@ -155,10 +155,27 @@ def falcon(keys: Keys) -> Fields:
     }
 
 
+def _layer_norms(keys: Keys, *, default: bool) -> Fields:
+    """Return norms of queries and keys, over a head, with biases."""
+    has_norm = keys.flag("qk_layernorm", default)
+    return {"qk_norm": has_norm, "qk_norm_kind": "layernorm" if has_norm else "head"}
+
+
+def persimmon(keys: Keys) -> Fields:
+    return (
+        decoder(keys, rotary=0.5)
+        | _layer_norms(keys, default=True)
+        | {
+            "activation": read_activation(keys, gated=False, default="relu2"),
+            "norm": "layernorm",
+            "linear_bias": True,
+        }
+    )
+
+
 def phi(keys: Keys) -> Fields:
-    if keys.flag("qk_layernorm"):
-        raise keys.error("qk_layernorm", "false")
-    return decoder(keys, rotary=0.5) | {
+    fields = decoder(keys, rotary=0.5) | _layer_norms(keys, default=False)
+    return fields | {
         "activation": read_activation(keys, gated=False, default="gelu_new"),
         "norm": "layernorm",
         "norm_placement": "shared",

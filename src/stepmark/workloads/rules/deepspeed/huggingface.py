@@ -66,6 +66,8 @@ def check(model: ModelConfig) -> None:
         and (model.moe.shared_gate or model.moe.has_norms or model.moe.latent_size > 0),
         "normed values, or values that are keys": model.v_norm
         or any(model.of_layer(layer).shares_kv for layer in model.pattern),
+        "layer norms of queries and keys": model.qk_norm
+        and model.qk_norm_kind.startswith("layernorm"),
         "xIELU": model.activation == "xielu",
         "scaled layers": model.layer_scale,
         "rotated widths of single layers": any(layer.rotary_dim for layer in model.pattern),

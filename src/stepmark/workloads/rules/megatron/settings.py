@@ -555,6 +555,7 @@ def _pattern_refusals(model: ModelConfig) -> tuple[_Refusal, ...]:
                 "values that are keys",
             ),
             (model.activation == "xielu", "xIELU"),
+            (_has_other_layer_norms(model), "layer norms of queries and keys of another kind"),
             (model.v_norm, "normed values"),
             (model.value_head_dim > 0, "values of another width than keys"),
             (model.value_multiplier != 1, "scaled values"),
@@ -576,6 +577,12 @@ def _pattern_refusals(model: ModelConfig) -> tuple[_Refusal, ...]:
             (model.num_mtp_layers > 0, "multi-token prediction (not modelled yet)"),
         )
     )
+
+
+def _has_other_layer_norms(model: ModelConfig) -> bool:
+    """Return whether norms of queries and keys are not of the kind of all norms."""
+    is_own = model.qk_norm_kind == "layernorm" and model.norm != "layernorm"
+    return model.qk_norm and (is_own or model.qk_norm_kind == "layernorm_each")
 
 
 def _gradient_refusals(plan: Plan) -> tuple[_Refusal, ...]:
