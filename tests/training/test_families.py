@@ -228,7 +228,8 @@ FAMILY_CASES = {
     "llama4_text": Family(
         cls="Llama4Text",
         settings={
-            "no_rope_layers": [1, 1],
+            "no_rope_layers": [1, 0],
+            "attn_temperature_tuning": False,
             "moe_layers": [],
             "attention_chunk_size": 8,
             "intermediate_size_mlp": 48,

@@ -48,6 +48,7 @@ class Layer:
     has_rope: bool = True
     has_indexer: bool = True  # of a model with one; False: the keys of an earlier layer's
     has_sinks: bool = True  # of a model with sinks
+    has_qk_norm: bool = True  # of a model with qk_norm
     has_kv: bool = True  # False: keys and values of the last earlier layer of the same window
     shares_kv: bool = False  # values are the keys, as in all layers of a model that shares_kv
     num_heads: int = 0
@@ -57,7 +58,9 @@ class Layer:
     ffn_hidden_size: int = 0  # of the dense part
 
     def __post_init__(self) -> None:
-        flags = ("has_rope", "has_indexer", "has_sinks", "has_kv", "shares_kv")
+        flags = (
+            *("has_rope", "has_indexer", "has_sinks", "has_qk_norm", "has_kv", "shares_kv"),
+        )
         check_kinds(self, "layer.", flags, mixer=Mixer, ffn=FeedForward)
         for name in _LAYER_SIZES:
             check_int(f"layer.{name}", getattr(self, name), low=0)

@@ -56,7 +56,10 @@ LATER = frozenset(
         *("scoring", "num_groups", "top_groups", "shared_gate", "latent_size", "indexer"),
         *("v_norm", "layer_scale", "has_norms", "per_layer_width", "value_head_dim"),
         *("conv_width", "conv_bias"),
-        "has_kv",  # of a layer, whose other later fields have names of the model's
+        *(
+            "has_kv",
+            "has_qk_norm",
+        ),  # of a layer, whose other later fields have names of the model's
         "value_multiplier",
     }
 )
@@ -297,8 +300,9 @@ class ModelConfig:
     def of_layer(self, layer: Layer) -> "ModelConfig":
         """Return the model with the widths and the values of a layer."""
         own = {name: value for name in _OF_LAYER if (value := getattr(layer, name))}
-        if self.has_sinks and not layer.has_sinks:
-            own["has_sinks"] = False
+        for name, is_there in (("has_sinks", layer.has_sinks), ("qk_norm", layer.has_qk_norm)):
+            if getattr(self, name) and not is_there:
+                own[name] = False
         return replace(self, **own, pattern=(Layer(),)) if own else self
 
     @property

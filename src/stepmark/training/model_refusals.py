@@ -63,6 +63,7 @@ PARTS = {
     "layer.has_rope": "layers without rotary positions",
     "layer.has_indexer": "layers that share an indexer's keys",
     "layer.has_sinks": "layers without attention sinks beside ones with them",
+    "layer.has_qk_norm": "layers without norms of queries and keys beside ones with them",
     "layer.has_kv": "layers that share keys and values",
     "layer.shares_kv": "values that are the keys",
     "layer.num_heads": "layers with another number of heads",

@@ -211,8 +211,9 @@ def llama4(keys: Keys) -> Fields:
     step = keys.size("interleave_moe_layer_step", default=1)
     listed = keys.items("moe_layers")
     with_experts = listed if listed is not None else range(step - 1, count, step)
+    has_norm = keys.flag("use_qk_norm", True)
     layers = [
-        Layer(chunk=chunk if chunked else 0, has_rope=rope)
+        Layer(chunk=chunk if chunked else 0, has_rope=rope, has_qk_norm=rope or not has_norm)
         for chunked, rope in zip(is_chunked, has_rope, strict=True)
     ]
     moe = MoeConfig(
@@ -223,7 +224,6 @@ def llama4(keys: Keys) -> Fields:
         shared_ffn_hidden_size=fields["ffn_hidden_size"],
         scoring="sigmoid",
     )
-    has_norm = keys.flag("use_qk_norm", True)
     fields |= {
         "ffn_hidden_size": keys.size("intermediate_size_mlp", default=16384),
         "pattern": cycle(layers),
