@@ -127,7 +127,11 @@ def model_of(options: PlanOptions) -> ModelConfig:
     models = read_models(",".join(options.models))
     if len(models) != 1:
         raise ConfigError("model", ", ".join(options.models) or None, "one model")
-    return models[0]
+    (model,) = models
+    if not all(layer.has_kv for layer in model.pattern):
+        what = "keys and values of their own, since plan estimates kinds of layers one by one"
+        raise ConfigError("model", model.name, f"one whose layers have {what}")
+    return model
 
 
 def _powers(most: int) -> list[int]:

@@ -20,7 +20,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma-4-31B", {"use_bidirectional_attention": "all"}, "a causal decoder"),
     ("gemma-4-E2B", {"vocab_size_per_layer_input": 1000}, r"it must be vocab_size \(262144\)"),
     ("gemma-4-E2B", {"num_kv_shared_layers": 33}, "an earlier layer of each type"),
-    ("Step-3.7-Flash-hub-keys", {"sliding_window": None}, "sliding_window null .* a number of keys"),
+    (
+        "Step-3.7-Flash-hub-keys",
+        {"sliding_window": None},
+        "sliding_window null .* a number of keys",
+    ),
     ("Step-3.7-Flash-hub-keys", {"tie_word_embeddings": True}, "it must be false"),
     ("Step-3.7-Flash-hub-keys", {"moe_layers_enum": "3,x"}, "numbers of layers, with commas"),
     ("Step-3.7-Flash-hub-keys", {"use_head_wise_attn_gate": False}, "it must be true"),
