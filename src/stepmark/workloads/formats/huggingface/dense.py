@@ -110,6 +110,11 @@ def gemma2(keys: Keys) -> Fields:
     return _gemma_heads(keys, with_windows(fields, windows))
 
 
+def vaultgemma(keys: Keys) -> Fields:
+    """Return VaultGemma: Gemma 2 without norms after attention and MLP."""
+    return gemma2(keys) | {"norm_placement": "pre"}
+
+
 def gemma3(keys: Keys) -> Fields:
     activation = read_activation(keys, "hidden_activation", default="gelu_pytorch_tanh")
     fields = decoder(keys, head_dim=256, tied=True, kv_heads=4, vocab=262_208) | attention_bias(

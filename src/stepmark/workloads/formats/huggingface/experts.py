@@ -20,6 +20,7 @@ from stepmark.workloads.formats.huggingface.shared_fields import (
     attention_bias,
     decoder,
     deepseek_experts,
+    every,
     gated,
     multipliers,
     placed_experts,
@@ -231,6 +232,39 @@ def llama4(keys: Keys) -> Fields:
         "qk_norm_kind": "unit" if has_norm else "head",
     }
     return placed_experts(fields, moe, [index not in with_experts for index in range(count)])
+
+
+def afmoe(keys: Keys) -> Fields:
+    """Return Arcee's Trinity, whose layers without a window have no rotary positions."""
+    if keys.flag(
+        "attention_bias"
+    ):  # the gate, which is in one product with q, k and v, has none
+        raise keys.error("attention_bias", "false")
+    fields = gated(keys, head_dim=128, ffn=6144)
+    count = fields["num_layers"]
+    step = keys.size("global_attn_every_n_layers", default=4)
+    windows = read_windows(keys, count, every(step), 1024)
+    width = keys.size("moe_intermediate_size", default=1408)
+    shared = keys.count("num_shared_experts", default=2)
+    moe = MoeConfig(
+        num_experts=keys.size("num_experts", default=64),
+        top_k=keys.size("num_experts_per_tok", default=6),
+        ffn_hidden_size=width,
+        num_shared_experts=shared,
+        shared_ffn_hidden_size=shared * width,
+        first_dense_layers=keys.count("num_dense_layers", default=1),
+        router_bias=True,
+        scoring="sigmoid",
+    )
+    is_scaled = keys.flag("mup_enabled")
+    return fields | {
+        "moe": moe,
+        "norm_placement": "both",
+        "qk_norm": True,
+        "gate": "element",
+        "embedding_multiplier": fields["hidden_size"] ** 0.5 if is_scaled else 1.0,
+        "pattern": cycle(Layer(window=size, has_rope=size > 0) for size in windows),
+    }
 
 
 def olmoe(keys: Keys, width: int = 2048) -> Fields:
