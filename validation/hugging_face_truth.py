@@ -62,9 +62,10 @@ def build(raw: dict[str, Any]) -> tuple[Any, Any]:
             part["model_type"] = SAME_LAYERS[part["model_type"]]
     whole = transformers.AutoConfig.for_model(**raw)
     text = whole.get_text_config()
+    sizes = text.to_dict()  # whose attributes of single layers raise
     for key in _SIZES:
-        if key in text_part and text_part[key] != getattr(text, key):
-            raise ValueError(f"transformers reads {key} {getattr(text, key)}")
+        if key in text_part and text_part[key] != sizes[key]:
+            raise ValueError(f"transformers reads {key} {sizes[key]}")
     with torch.device("meta"):
         if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
             model = transformers.AutoModelForCausalLM.from_config(text)

@@ -56,6 +56,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "xglm": {"num_layers": 2},
     "zamba2": {"num_hidden_layers": 4, "layer_types": ZAMBA2, "hybrid_layer_ids": [1, 3]},
 }
+# Families that have readers, too.
+READ = {"apertus", "lfm2", "persimmon"}
 # Without experts, whose products torch 2.13 does not count.
 DENSE = sorted(SMALL.keys() - {"jamba", "bart", "zamba2"})
 
@@ -130,7 +132,7 @@ def counted(family: str, *, backward: bool) -> int:
 def test_each_parameter_is_in_one_unit(family: str) -> None:
     units = traced(family).units
     model, _ = module().build(request(family))
-    assert family not in FAMILIES
+    assert family not in FAMILIES or family in READ
     assert traced(family).num_params == sum(param.numel() for param in model.parameters())
     names = [
         name

@@ -265,6 +265,16 @@ def test_multi_token_prediction_is_refused(tmp_path: Path) -> None:
     assert caught.value.field == "model"
 
 
+def test_layers_with_keys_of_earlier_ones_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "shared.toml"
+    widths = "\n".join(f"{name} = 64" for name in ("hidden_size", "vocab_size", "seq_len"))
+    heads = "num_layers = 2\nnum_heads = 2\nnum_kv_heads = 2\nhead_dim = 32"
+    layers = 'pattern = "AB"\n[layer.A]\n[layer.B]\nhas_kv = false'
+    path.write_text(f"{widths}\nffn_hidden_size = 64\n{heads}\n{layers}\n")
+    with pytest.raises(ConfigError, match="layers have keys and values of their own"):
+        plan(options(models=(str(path),)))
+
+
 def test_processes_change_nothing() -> None:
     """Two of them search what one does, so that their rows are equal."""
     own = options(mbs=(1, 2), seq_len=1024, recompute=("none", "full"), top=3)

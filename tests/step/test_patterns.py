@@ -94,19 +94,24 @@ def test_the_tree_of_a_built_in_model_has_its_parameters_and_flops(name: str) ->
 
 
 layers = st.builds(
-    lambda mixer, ffn, window, chunk, rope, width: Layer(
+    lambda mixer, ffn, window, chunk, flags, width: Layer(
         mixer=mixer,
         ffn=ffn if mixer else (ffn or "dense"),
         window=window if mixer.startswith("attention") else 0,
         chunk=chunk if mixer.startswith("attention") and not window else 0,
-        has_rope=rope,
+        has_rope=flags[0],
+        shares_kv=flags[1],
+        rotary_dim=flags[2],
+        has_sinks=flags[0],
         ffn_hidden_size=width,
     ),
-    st.sampled_from(["attention", "delta", "mamba", "lightning", "attention+mamba", ""]),
+    st.sampled_from(
+        ["attention", "delta", "mamba", "lightning", "conv", "attention+mamba", ""]
+    ),
     st.sampled_from(["model", "dense", "experts", ""]),
     st.sampled_from([0, 0, 16, 512]),
     st.sampled_from([0, 0, 32, 48]),
-    st.booleans(),
+    st.tuples(st.booleans(), st.booleans(), st.sampled_from([0, 0, 8])),
     st.sampled_from([0, 80]),
 )
 
@@ -135,10 +140,12 @@ def patterns(draw: Any) -> ModelConfig:
         norm=one("rmsnorm", "layernorm", "layernorm_no_bias", "layernorm_no_weight"),
         attention_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
-        qk_norm_kind=one("head", "all", "unit"),
-        moe=MOE if draw(st.booleans()) else replace(MOE, latent_size=16),
+        qk_norm_kind=one("head", "all", "unit", "layernorm", "layernorm_each"),
+        moe=one(MOE, replace(MOE, latent_size=16), replace(MOE, has_norms=True)),
         pattern=tuple(draw(st.lists(layers, min_size=1, max_size=4))),
         delta=DELTA,
+        conv_width=3,
+        conv_bias=draw(st.booleans()),
         mamba=MAMBA
         if draw(st.booleans())
         else replace(MAMBA, has_out_bias=True, has_norm=False),
@@ -149,6 +156,9 @@ def patterns(draw: Any) -> ModelConfig:
         rotary_dim=one(0, 8),
         gate=gate,
         has_sinks=draw(st.booleans()),
+        v_norm=draw(st.booleans()),
+        value_multiplier=one(1.0, 0.7),
+        layer_scale=draw(st.booleans()),
         softcap=one(0.0, 50.0),
         logit_softcap=one(0.0, 30.0),
         embedding_multiplier=one(1.0, 8.0),
@@ -157,7 +167,7 @@ def patterns(draw: Any) -> ModelConfig:
         num_mtp_layers=one(0, 0, 1, 2),
     )
     if draw(st.integers(0, 4)):
-        return model
+        return replace(model, **one({}, {}, later_inputs(model), DENSE_ALONE))
     return replace(
         model,
         num_kv_heads=4,
@@ -165,9 +175,41 @@ def patterns(draw: Any) -> ModelConfig:
         qk_norm=False,
         gate="",
         has_sinks=False,
+        v_norm=False,
         mla=MLA,
         pattern=tuple(replace(layer, window=0, chunk=0) for layer in model.pattern),
     )
+
+
+# Apertus: an activation with parameters, which experts do not have.
+DENSE_ALONE = {
+    "moe": None,
+    "activation": "xielu",
+    "pattern": (Layer(), Layer(mixer="", ffn="dense")),
+    "biases": ("mlp",),
+}
+
+
+def later_inputs(model: ModelConfig) -> dict[str, Any]:
+    """Return Gemma 4's embedding per layer, and layers with keys of the first half's."""
+    shared = (replace(layer, has_kv=False) for layer in model.pattern)
+    is_possible = model.is_gated and not model.num_mtp_layers
+    return {
+        "per_layer_width": 16 if is_possible else 0,
+        "pattern": (*model.pattern, *shared),
+        "num_layers": model.num_layers + len(model.pattern),
+    }
+
+
+def test_shared_keys_are_those_of_an_earlier_layer() -> None:
+    model = replace(find_model("gemma-3-1b"), num_layers=3)
+    whole, shared = Layer(), Layer(has_kv=False)
+    replace(model, pattern=(whole, shared, shared))
+    for pattern in ((shared, whole, whole), (replace(whole, window=16), shared, shared)):
+        with pytest.raises(
+            ConfigError, match=r"layer.has_kv False is invalid: it must be true"
+        ):
+            replace(model, pattern=pattern)
 
 
 @settings(max_examples=150, deadline=None)
@@ -188,6 +230,13 @@ def test_ranks_of_tp_share_parameters_and_products(model: ModelConfig) -> None:
     if model.qk_norm and model.qk_norm_kind == "all" and not model.mla:
         with pytest.raises(ConfigError, match=r"tp 2 .*norms over all query heads"):
             build(model, ShardLayout(axes=axes), inputs)
+        return
+    if model.per_layer_width or not all(layer.has_kv for layer in model.pattern):
+        for axis in ("tp", "pp"):
+            layout = ShardLayout(axes=ParallelConfig(**{axis: 2}))
+            words = "embeddings per layer|layers that share keys and values"
+            with pytest.raises(ConfigError, match=f"{axis} 2 .* has ({words})"):
+                build(model, layout, inputs)
         return
     root = build(model, ShardLayout(axes=axes), inputs)
     whole = build(model, ShardLayout(), inputs)

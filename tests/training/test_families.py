@@ -165,7 +165,7 @@ FAMILY_CASES = {
             "head_dim": 8,
         },
     ),
-    "cohere": Family(cls="Cohere", settings={"head_dim": 8}, swapped=True),
+    "cohere": Family(cls="Cohere", settings={"head_dim": 8, "use_qk_norm": True}, swapped=True),
     "gpt_neox": Family(
         cls="GPTNeoX",
         settings={
@@ -228,7 +228,8 @@ FAMILY_CASES = {
     "llama4_text": Family(
         cls="Llama4Text",
         settings={
-            "no_rope_layers": [1, 1],
+            "no_rope_layers": [1, 0],
+            "attn_temperature_tuning": False,
             "moe_layers": [],
             "attention_chunk_size": 8,
             "intermediate_size_mlp": 48,
@@ -352,12 +353,18 @@ def of_layer(left: Named, family: Family, model: ModelConfig) -> Named:
         if ours is None:
             module, _, kind = name.rpartition(".")
             ours = f"{names[module]}.{kind}"
-        if "conv" in ours and ours.endswith("weight"):
-            mapped[ours] = value.squeeze(1)
-        else:
-            is_turned = family.transposed and ours == "ffn.held.down"
-            mapped[ours] = value.mT if is_turned else value
+        mapped[ours] = as_ours(value, ours, family, model)
     return mapped
+
+
+def as_ours(value: Tensor, name: str, family: Family, model: ModelConfig) -> Tensor:
+    """A parameter in our layout."""
+    if family.swapped and name.endswith(("q_norm.weight", "k_norm.weight")):
+        rows = paired(value.flatten(), model.head_dim, model, family.swapped)
+        return rows.reshape(value.shape)
+    if "conv" in name and name.endswith("weight"):
+        return value.squeeze(1)
+    return value.mT if family.transposed and name == "ffn.held.down" else value
 
 
 ROUTER_BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"

@@ -55,6 +55,12 @@ def test_what_the_step_lacks_is_refused_by_name(
     assert err.count("\n") == 1
 
 
+def test_an_activation_with_parameters_is_refused() -> None:
+    model = replace(find_model("llama-2-7b").tiny(), activation="xielu")
+    with pytest.raises(ConfigError, match="without xIELU: train cannot run them"):
+        check(spread(model, "fsdp", dp_shard=2), TrainOptions())
+
+
 def test_windows_as_long_as_the_sequence_are_none() -> None:
     model = replace(find_model("gemma-3-1b"), seq_len=512)
     assert all(scores.is_plain for scores in all_scores(model))

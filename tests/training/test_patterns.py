@@ -76,6 +76,10 @@ OTHERS = {
     "caps": of_llama(
         Layer(chunk=12), softcap=5.0, logit_softcap=8.0, biases=("head", "out", "mlp")
     ),
+    "layer norms of heads": of_llama(qk_norm=True, qk_norm_kind="layernorm"),
+    "layers of their own": of_llama(
+        Layer(window=5), Layer(has_sinks=False, shares_kv=True, rotary_dim=4), has_sinks=True
+    ),
     "two tokens more": of_llama(num_mtp_layers=2),
     "silu, one norm": of_llama(
         norm_placement="shared", is_parallel=True, norm="layernorm_no_bias", activation="silu"

@@ -131,6 +131,9 @@ def model_of(options: PlanOptions) -> ModelConfig:
     if model.num_mtp_layers:  # steps of few layers would have another layer inside
         allowed = "one without multi-token prediction (`stepmark predict` has it)"
         raise ConfigError("model", model.name, allowed)
+    if not all(layer.has_kv for layer in model.pattern):
+        what = "keys and values of their own, since plan estimates kinds of layers one by one"
+        raise ConfigError("model", model.name, f"one whose layers have {what}")
     return model
 
 

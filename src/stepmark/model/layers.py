@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 
 from stepmark.ground.errors import ConfigError, not_one_of
 
-# Attention is softmax over keys; the others carry a state from token to token.
-Mixer = Literal["attention", "delta", "mamba", "lightning", "attention+mamba", ""]
+# Attention is softmax over keys; the others carry a state from token to token: conv, a short
+# convolution between two gates (LFM2), that of a few tokens.
+Mixer = Literal["attention", "delta", "mamba", "lightning", "conv", "attention+mamba", ""]
 FeedForward = Literal["model", "dense", "experts", ""]
 
 _TOO_LARGE = 2**31
@@ -46,13 +47,21 @@ class Layer:
     chunk: int = 0
     has_rope: bool = True
     has_indexer: bool = True  # of a model with one; False: the keys of an earlier layer's
+    has_sinks: bool = True  # of a model with sinks
+    has_qk_norm: bool = True  # of a model with qk_norm
+    has_kv: bool = True  # False: keys and values of the last earlier layer of the same window
+    shares_kv: bool = False  # values are the keys, as in all layers of a model that shares_kv
     num_heads: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
+    rotary_dim: int = 0
     ffn_hidden_size: int = 0  # of the dense part
 
     def __post_init__(self) -> None:
-        check_kinds(self, "layer.", ("has_rope", "has_indexer"), mixer=Mixer, ffn=FeedForward)
+        flags = (
+            *("has_rope", "has_indexer", "has_sinks", "has_qk_norm", "has_kv", "shares_kv"),
+        )
+        check_kinds(self, "layer.", flags, mixer=Mixer, ffn=FeedForward)
         for name in _LAYER_SIZES:
             check_int(f"layer.{name}", getattr(self, name), low=0)
         if self.window and self.chunk:
@@ -79,7 +88,8 @@ class Layer:
 
 
 _LAYER_SIZES = (
-    *("window", "chunk", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"),
+    *("window", "chunk", "num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
+    "ffn_hidden_size",
 )
 DENSE = Layer(ffn="dense")
 EXPERTS = Layer(ffn="experts")
@@ -101,6 +111,9 @@ class MoeConfig:
     top_groups: int = 1
     shared_gate: bool = False  # a sigmoid of the token weighs the shared experts
     latent_size: int = 0  # width that tokens are projected to for routed experts; 0: none
+    # Gemma 4: norms before and after routed experts and after shared ones, which have the norm
+    # before the FFN; the router's own has no weight, but scales of its input and of experts.
+    has_norms: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "ffn_hidden_size", "num_groups", "top_groups"):
@@ -110,7 +123,7 @@ class MoeConfig:
             "latent_size",
         ):
             check_int(f"moe.{name}", getattr(self, name), low=0)
-        flags = ("router_bias", "shared_gate")
+        flags = ("router_bias", "shared_gate", "has_norms")
         check_kinds(self, "moe.", flags, scoring=Literal["softmax", "sigmoid"])
         if self.top_k > self.num_experts:
             raise ConfigError(
@@ -129,8 +142,9 @@ class MoeConfig:
                 f"positive with shared experts, else 0 (num_shared_experts="
                 f"{self.num_shared_experts})",
             )
-        if self.shared_gate and not self.num_shared_experts:
-            raise ConfigError("moe.shared_gate", True, "false without shared experts")
+        for name in ("shared_gate", "has_norms"):
+            if getattr(self, name) and not self.num_shared_experts:
+                raise ConfigError(f"moe.{name}", True, "false without shared experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,12 +25,17 @@ from stepmark.model.layers import (
 )
 from stepmark.model.scale import Scale, TinyScale
 
-# gate and up: swiglu, geglu, and clamped_swiglu of gpt-oss; up alone: the others.
-Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "silu", "relu", "relu2"]
+# gate and up: swiglu, geglu, and clamped_swiglu of gpt-oss; up alone: the others. xielu
+# (arXiv:2411.13010) has two trained numbers per MLP.
+Activation = Literal[
+    "swiglu", "geglu", "clamped_swiglu", "gelu", "silu", "relu", "relu2", "xielu"
+]
 Norm = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "layernorm_no_weight"]
 # shared: one before attention and FFN, which are parallel; both: before and after each.
 NormPlacement = Literal["pre", "post", "both", "shared"]
-QkNorm = Literal["head", "all", "unit"]  # over a head, over all heads, without a weight
+# RMSNorm over a head, over all heads, or without a weight; LayerNorm over a head, or with a
+# weight for each head and no bias.
+QkNorm = Literal["head", "all", "unit", "layernorm", "layernorm_each"]
 Gate = Literal["", "element", "head"]
 _Rule = tuple[str, object, bool, str]  # field, value, whether it is valid, what is allowed
 Bias = Literal["out", "mlp", "experts", "router", "head"]
@@ -49,6 +54,13 @@ LATER = frozenset(
         *("logit_softcap", "attention_scale", "embedding_multiplier", "embedding_norm"),
         *("residual_multiplier", "logit_multiplier", "num_mtp_layers", "shares_kv"),
         *("scoring", "num_groups", "top_groups", "shared_gate", "latent_size", "indexer"),
+        *("v_norm", "layer_scale", "has_norms", "per_layer_width", "value_head_dim"),
+        *("conv_width", "conv_bias"),
+        *(
+            "has_kv",
+            "has_qk_norm",
+        ),  # of a layer, whose other later fields have names of the model's
+        "value_multiplier",
     }
 )
 
@@ -82,7 +94,7 @@ class ModelConfig:
     qkv_bias: bool = False
     attention_bias: bool = False  # q, k, v and out; with mla: its down projections and out
     linear_bias: bool = False  # every linear layer but the head, those of attention included
-    qk_norm: bool = False  # RMSNorm over head_dim, one weight for q and one for k
+    qk_norm: bool = False  # over head_dim, one weight for q and one for k (qk_norm_kind)
     max_positions: int = 0  # rows of a learned position table; 0 = rope
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
@@ -90,6 +102,8 @@ class ModelConfig:
     pattern: tuple[Layer, ...] = (Layer(),)
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
+    conv_width: int = 0  # tokens of short convolutions, as wide as the hidden state
+    conv_bias: bool = False  # of these and of their projections
     norm_placement: NormPlacement = "pre"
     is_parallel: bool = False  # attention and FFN have the same input, and are added together
     biases: tuple[Bias, ...] = ()  # of linear layers that the three flags above leave out
@@ -97,13 +111,19 @@ class ModelConfig:
     rotary_dim: int = 0  # rotated width of a head; 0: all of it
     gate: Gate = ""  # sigmoid that attention's output is multiplied with, per element or head
     shares_kv: bool = False  # values are the keys
+    value_head_dim: int = 0  # 0: head_dim, or that of mla
+    v_norm: bool = False  # RMSNorm over each head's value, without a weight
     has_sinks: bool = False  # a learned logit of each head in attention's softmax
     softcap: float = 0.0  # of attention's scores; 0: none
     logit_softcap: float = 0.0
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
     embedding_multiplier: float = 1.0
     embedding_norm: bool = False  # a norm follows the embedding
+    value_multiplier: float = 1.0
     residual_multiplier: float = 1.0
+    # Gemma 4: a second embedding has this width for each layer, which gates its hidden state.
+    per_layer_width: int = 0
+    layer_scale: bool = False  # a layer's result is scaled by a number that is not trained
     logit_multiplier: float = 1.0
     num_mtp_layers: int = 0  # multi-token prediction (DeepSeek-V3, section 2.2)
     source: str = ""
@@ -150,9 +170,11 @@ class ModelConfig:
             self.rotary_dim % 2 == 0 and self.rotary_dim <= self.head_dim,
             f"an even number up to head_dim={self.head_dim}",
         )
-        for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks"):
+        for name in ("qkv_bias", "linear_bias", "qk_norm", "gate", "has_sinks", "v_norm"):
             value = getattr(self, name)
             yield name, value, not (mla and value), "false with mla"
+        width = self.value_head_dim
+        yield "value_head_dim", width, not (mla and width), "0 with mla"
 
     def _layer_rules(self) -> Iterator[_Rule]:
         moe = self.moe
@@ -167,11 +189,20 @@ class ModelConfig:
         )
         is_valid = not (moe and self.linear_bias)
         yield "linear_bias", self.linear_bias, is_valid, "false for MoE models"
+        is_valid = not moe or self.activation != "xielu"
+        yield "activation", self.activation, is_valid, "one without parameters, with experts"
         yield "moe", None, moe is not None or not self.num_moe_layers, "given with experts"
         scans = {layer.scan for layer in self.pattern}
         for name in ("delta", "mamba"):
             is_given = getattr(self, name) is not None
             yield name, None, is_given or name not in scans, f"given with layers of {name}"
+        has_conv = "conv" in scans
+        yield (
+            "conv_width",
+            0,
+            self.conv_width > 0 or not has_conv,
+            "positive with layers of conv",
+        )
         is_masked = any(layer.window or layer.chunk for layer in self.pattern)
         has_indexer = self.mla is not None and self.mla.indexer is not None
         allowed = "left out with windows or chunks"
@@ -182,6 +213,16 @@ class ModelConfig:
             not self.is_parallel or self.norm_placement in ("pre", "shared"),
             "false where norms come after",
         )
+        allowed = "0 where an activation has no gate, or with multi-token prediction"
+        is_valid = self.is_gated and not self.num_mtp_layers
+        yield (
+            "per_layer_width",
+            self.per_layer_width,
+            not self.per_layer_width or is_valid,
+            allowed,
+        )
+        allowed = "true without an earlier layer of the same window and heads, and with mla"
+        yield "layer.has_kv", False, self._keys_are_there(), allowed
         for layer in self.pattern:
             own = self.of_layer(layer)
             yield (
@@ -190,13 +231,28 @@ class ModelConfig:
                 own.num_heads % own.num_kv_heads == 0,
                 f"a multiple of num_kv_heads={own.num_kv_heads}",
             )
+            is_valid = not (own.value_head_dim and own.shares_kv)
+            yield "value_head_dim", own.value_head_dim, is_valid, "0 where values are the keys"
+
+    def _keys_are_there(self) -> bool:
+        """Return whether layers without keys follow one whose keys and values fit."""
+        if all(layer.has_kv for layer in self.pattern):
+            return True
+        there = set()
+        for layer in self.layers:
+            kind = (layer.window, layer.chunk, layer.num_kv_heads, layer.head_dim)
+            if layer.has_attention and layer.has_kv:
+                there.add(kind)
+            elif layer.has_attention and kind not in there:
+                return False
+        return self.mla is None
 
     def _check_fields(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError("name", self.name, "a name")
         for name in _SIZES:
             check_int(name, getattr(self, name))
-        for name in ("ffn_hidden_size", "max_positions", "rotary_dim", "num_mtp_layers"):
+        for name in _COUNTS:
             check_int(name, getattr(self, name), low=0)
         check_kinds(self, "", _FLAGS, **_KINDS)
         for name in _NUMBERS:
@@ -242,9 +298,12 @@ class ModelConfig:
                 first = index + 1
 
     def of_layer(self, layer: Layer) -> "ModelConfig":
-        """Return the model with the widths of a layer."""
-        widths = {name: value for name in _WIDTHS if (value := getattr(layer, name))}
-        return replace(self, **widths, pattern=(Layer(),)) if widths else self
+        """Return the model with the widths and the values of a layer."""
+        own = {name: value for name in _OF_LAYER if (value := getattr(layer, name))}
+        for name, is_there in (("has_sinks", layer.has_sinks), ("qk_norm", layer.has_qk_norm)):
+            if getattr(self, name) and not is_there:
+                own[name] = False
+        return replace(self, **own, pattern=(Layer(),)) if own else self
 
     @property
     def d_qk(self) -> int:
@@ -254,7 +313,7 @@ class ModelConfig:
     @property
     def d_v(self) -> int:
         """Width of one value head."""
-        return self.mla.v_head_dim if self.mla else self.head_dim
+        return self.mla.v_head_dim if self.mla else self.value_head_dim or self.head_dim
 
     @property
     def num_moe_layers(self) -> int:
@@ -280,7 +339,11 @@ class ModelConfig:
         Names are those of the step that `stepmark train` runs, which has q, k and v in one.
         """
         own = self.of_layer(layer)
-        return (*own._mixer_linears(layer), *own._ffn_linears(layer))
+        own_linears = (*own._mixer_linears(layer), *own._ffn_linears(layer))
+        if not (width := self.per_layer_width):
+            return own_linears
+        gate = Linear("per_layer.gate", width, self.hidden_size)
+        return (*own_linears, gate, Linear("per_layer.out", self.hidden_size, width))
 
     def _mixer_linears(self, layer: Layer) -> Iterator[Linear]:
         hidden = self.hidden_size
@@ -297,6 +360,9 @@ class ModelConfig:
             yield Linear("attention.qkvz", rows, hidden, "out")
             yield Linear("attention.ba", 2 * delta.num_value_heads, hidden, "out")
             yield Linear("attention.out", hidden, delta.values, "in")
+        elif layer.scan == "conv":
+            yield Linear("attention.conv_in", 3 * hidden, hidden, "out", self.conv_bias)
+            yield Linear("attention.out", hidden, hidden, "in", self.conv_bias)
         elif layer.scan == "lightning":
             width = self.num_heads * self.head_dim
             yield Linear("attention.scan_in", 3 * width, hidden, "out")
@@ -312,10 +378,11 @@ class ModelConfig:
         has_out_bias = has_bias or "out" in self.biases
         out = Linear("attention.out", hidden, heads * self.d_v, "in", has_out_bias)
         if self.mla is None:
-            num_kv = self.num_kv_heads * (1 if self.shares_kv else 2)
-            num_q = heads * (2 if self.gate == "element" else 1)
-            rows = self.head_dim * (num_q + num_kv)
-            yield Linear("attention.qkv", rows, hidden, "out", has_bias or self.qkv_bias)
+            rows = heads * (self.d_qk + (self.d_v if self.gate == "element" else 0))
+            if layer.has_kv:
+                rows += self.num_kv_heads * (self.d_qk + (0 if self.shares_kv else self.d_v))
+            name = "attention.qkv" if layer.has_kv else "attention.q"
+            yield Linear(name, rows, hidden, "out", has_bias or self.qkv_bias)
             if self.gate == "head":
                 yield Linear("attention.gate", heads, hidden, "out")
             yield out
@@ -381,7 +448,9 @@ class ModelConfig:
             *own._scan_vectors(layer),
             *(own._attention_vectors(layer) if layer.has_attention else ()),
             *own._norm_vectors("ffn_norm" if layer.ffn and not has_norm else ""),
-            *(own._router_vectors() if layer.has_experts else ()),
+            *(own._experts_vectors() if layer.has_experts else ()),
+            *(own.activation_vectors if layer.ffn == "dense" else ()),
+            *(own._vectors_of_norm("per_layer_norm") if self.per_layer_width else ()),
         )
 
     def _norm_vectors(self, name: str) -> Iterator[Vector]:
@@ -389,15 +458,27 @@ class ModelConfig:
             return
         names = (name, f"{name}_after") if self.norm_placement == "both" else (name,)
         for each in names:
-            for kind in ("weight", "bias")[: NORM_VECTORS[self.norm]]:
-                yield Vector(f"{each}.{kind}", (self.hidden_size,))
+            yield from self._vectors_of_norm(each)
+
+    def _vectors_of_norm(self, name: str) -> Iterator[Vector]:
+        for kind in ("weight", "bias")[: NORM_VECTORS[self.norm]]:
+            yield Vector(f"{name}.{kind}", (self.hidden_size,))
 
     def _attention_vectors(self, layer: Layer) -> Iterator[Vector]:
         if self.qk_norm and self.qk_norm_kind != "unit":
-            is_whole = self.qk_norm_kind == "all"
+            norm_kind = self.qk_norm_kind
             for name, heads in (("q_norm", self.num_heads), ("k_norm", self.num_kv_heads)):
-                width = self.head_dim * (heads if is_whole else 1)
-                yield Vector(f"attention.{name}.weight", (width,), is_divided=is_whole)
+                if name == "k_norm" and not layer.has_kv:
+                    continue
+                shape: tuple[int, ...] = (self.head_dim,)
+                if norm_kind == "all":
+                    shape = (heads * self.head_dim,)
+                elif norm_kind == "layernorm_each":
+                    shape = (heads, self.head_dim)
+                is_divided = norm_kind in ("all", "layernorm_each")
+                yield Vector(f"attention.{name}.weight", shape, is_divided=is_divided)
+                if norm_kind == "layernorm":
+                    yield Vector(f"attention.{name}.bias", shape)
         if self.mla:
             if self.mla.q_lora_rank:
                 yield Vector("attention.q.norm.weight", (self.mla.q_lora_rank,))
@@ -424,13 +505,29 @@ class ModelConfig:
             for name in ("dt_bias", "A_log"):
                 yield Vector(f"attention.{name}", (delta.num_value_heads,), True)
             yield Vector("attention.gate_norm.weight", (delta.value_dim,))
+        elif layer.scan == "conv":
+            yield Vector("attention.conv.weight", (self.hidden_size, self.conv_width), True)
+            if self.conv_bias:
+                yield Vector("attention.conv.bias", (self.hidden_size,), True)
         elif layer.scan == "lightning":
             width = self.num_heads * self.head_dim
             yield Vector("attention.gate_norm.weight", (width,), True)
 
-    def _router_vectors(self) -> Iterator[Vector]:
-        if self.moe and self.moe.router_bias:
-            yield Vector("ffn.router_bias", (self.moe.num_experts,), is_trained=False)
+    @property
+    def activation_vectors(self) -> tuple[Vector, ...]:
+        """Parameters of a dense MLP's activation."""
+        names = ("alpha_p", "alpha_n") if self.activation == "xielu" else ()
+        return tuple(Vector(f"ffn.activation.{name}", (1,)) for name in names)
+
+    def _experts_vectors(self) -> Iterator[Vector]:
+        moe = self.moe
+        if moe and moe.router_bias:
+            yield Vector("ffn.router_bias", (moe.num_experts,), is_trained=False)
+        if moe and moe.has_norms:
+            yield Vector("ffn.router_scale", (self.hidden_size,))
+            yield Vector("ffn.expert_scale", (moe.num_experts,))
+            for name in EXPERT_NORMS:
+                yield from self._vectors_of_norm(f"ffn.{name}")
 
     def layer_matmul_params(self, layer: Layer = DENSE, *, active: bool = False) -> int:
         """Return the multiplied weights of a layer: no norms, no biases.
@@ -471,6 +568,12 @@ class ModelConfig:
         return layer + self.mtp_projection.num_weights + 3 * self.norm_params
 
     @property
+    def per_layer_projection(self) -> Linear:
+        """Product of the embedding that is added to the second one; a norm follows it."""
+        width = self.num_layers * self.per_layer_width
+        return Linear("embedding.per_layer_projection", width, self.hidden_size)
+
+    @property
     def head(self) -> Linear:
         """The output projection."""
         has_bias = "head" in self.biases
@@ -483,9 +586,10 @@ class ModelConfig:
 
     @property
     def num_embedding_params(self) -> int:
-        """Parameters that are only looked up: positions, and the token table unless tied."""
+        """Parameters that are only looked up: all tables, but the tokens' if it is tied."""
         table = 0 if self.tied_embeddings else self.head_params
-        return table + self.max_positions * self.hidden_size
+        per_layer = self.vocab_size * self.num_layers * self.per_layer_width
+        return table + self.max_positions * self.hidden_size + per_layer
 
     @property
     def num_params(self) -> int:
@@ -503,6 +607,7 @@ class ModelConfig:
         total = self.head_params * (1 + self.num_mtp_layers)
         for layer, count in self.all_layer_counts.items():
             total += count * self.layer_matmul_params(layer, active=True)
+        total += self.per_layer_projection.num_weights
         return total + self.num_mtp_layers * self.mtp_projection.num_weights
 
     @property
@@ -516,6 +621,7 @@ class ModelConfig:
     def _count(self, *, active: bool) -> int:
         total = self.num_embedding_params + self.norm_params + self.head_params
         total += self.norm_params * self.embedding_norm
+        total += self.per_layer_projection.num_weights + self.per_layer_width  # its norm's
         total += self.vocab_size * ("head" in self.biases)
         for layer, count in self.layer_counts.items():
             total += count * self.layer_params(layer, active=active)
@@ -547,9 +653,11 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
+            value_head_dim=self.value_head_dim and scale.head_width(self.value_head_dim),
             rotary_dim=self.rotary_dim and min(head_dim, scale.head_width(self.rotary_dim)),
             ffn_hidden_size=scale.width(self.ffn_hidden_size),
             vocab_size=scale.width(self.vocab_size),
+            per_layer_width=scale.width(self.per_layer_width),
             pattern=tuple(map(scale.layer, self.pattern)),
             moe=self.moe and scale.moe(self.moe),
             mla=mla,
@@ -593,9 +701,11 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=heads if self.mla else 2,
             head_dim=32 if self.mla else 16,
+            value_head_dim=self.value_head_dim and 8,
             rotary_dim=self.rotary_dim and 8,
             ffn_hidden_size=self.ffn_hidden_size and scale.width(self.ffn_hidden_size),
             vocab_size=512,
+            per_layer_width=self.per_layer_width and 16,
             seq_len=64,
             max_positions=self.max_positions and 64,
             pattern=pattern,
@@ -608,7 +718,15 @@ class ModelConfig:
 
 _FLAGS = (
     *("tied_embeddings", "qkv_bias", "attention_bias", "linear_bias", "qk_norm"),
-    *("is_parallel", "shares_kv", "has_sinks", "embedding_norm"),
+    *(
+        "conv_bias",
+        "is_parallel",
+        "shares_kv",
+        "has_sinks",
+        "embedding_norm",
+        "v_norm",
+        "layer_scale",
+    ),
 )
 _KINDS = {
     "activation": Activation,
@@ -619,7 +737,7 @@ _KINDS = {
 }
 _NUMBERS = (
     *("softcap", "logit_softcap", "attention_scale", "embedding_multiplier"),
-    *("residual_multiplier", "logit_multiplier"),
+    *("value_multiplier", "residual_multiplier", "logit_multiplier"),
 )
 _SIZES = (
     "hidden_size",
@@ -630,7 +748,15 @@ _SIZES = (
     "vocab_size",
     "seq_len",
 )
-_WIDTHS = ("num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+_COUNTS = (
+    *("ffn_hidden_size", "max_positions", "rotary_dim", "num_mtp_layers", "per_layer_width"),
+    *("value_head_dim", "conv_width"),
+)
+# Fields of a layer that stand for the model's.
+_OF_LAYER = (
+    *("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "ffn_hidden_size", "shares_kv"),
+)
+EXPERT_NORMS = ("routed_norm", "routed_norm_after", "shared_norm_after")
 # Weight and bias of a norm.
 NORM_VECTORS: dict[str, int] = {
     "rmsnorm": 1,

@@ -52,16 +52,10 @@ class ParallelConfig:
         shares_kv_heads: several ranks of tp may use the same KV head.
         """
         moe = model.moe
-        kv_heads = 0 if model.mla else model.num_kv_heads
-        if shares_kv_heads and kv_heads:
-            if kv_heads % self.tp and self.tp % kv_heads:
-                rule = f"a divisor or multiple of {model.name}'s kv_heads ({kv_heads})"
-                raise ConfigError("tp", self.tp, rule)
-            kv_heads = 0
+        for own in (model, *map(model.of_layer, model.pattern)):
+            self._check_heads(own, shares_kv_heads=shares_kv_heads)
         for name, size in (
-            ("heads", model.num_heads),
             ("vocab_size", model.vocab_size),
-            ("kv_heads", kv_heads),
             ("ffn_hidden_size", model.ffn_hidden_size),
             ("shared ffn_hidden_size", moe.shared_ffn_hidden_size if moe else 0),
             ("key heads of DeltaNet", model.delta.num_key_heads if model.delta else 0),
@@ -80,6 +74,14 @@ class ParallelConfig:
         if self.tp > 1 and model.qk_norm and model.qk_norm_kind == "all":
             words = "norms over all query heads"
             raise ConfigError("tp", self.tp, f"1, because {model.name} has {words}")
+        has_kv = all(layer.has_kv for layer in model.pattern)
+        words = "" if has_kv else "layers that share keys and values"
+        words = "embeddings per layer" if model.per_layer_width else words
+        for name in ("tp", "pp"):
+            if words and getattr(self, name) > 1:
+                raise ConfigError(
+                    name, getattr(self, name), f"1, because {model.name} has {words}"
+                )
         if self.ep > 1 and moe is None:
             raise ConfigError("ep", self.ep, f"1, because {model.name} has no experts")
         if moe and moe.num_experts % self.ep:
@@ -88,6 +90,17 @@ class ParallelConfig:
             raise ConfigError(
                 "dp-shard", self.dp_shard, f"a multiple or divisor of ep ({self.ep})"
             )
+
+    def _check_heads(self, model: ModelConfig, *, shares_kv_heads: bool) -> None:
+        """model: with the widths of a layer."""
+        if model.num_heads % self.tp:
+            rule = f"a divisor of {model.name}'s heads ({model.num_heads})"
+            raise ConfigError("tp", self.tp, rule)
+        kv_heads = 0 if model.mla else model.num_kv_heads
+        if kv_heads % self.tp and (self.tp % kv_heads or not shares_kv_heads):
+            what = "divisor or multiple" if shares_kv_heads else "divisor"
+            rule = f"a {what} of {model.name}'s kv_heads ({kv_heads})"
+            raise ConfigError("tp", self.tp, rule)
 
 
 class StageSplit(StrEnum):

@@ -46,6 +46,7 @@ class Scale:
             num_kv_heads=kv_heads,
             num_heads=kv_heads * ratio or self.heads(layer.num_heads, kv_heads or 1),
             head_dim=layer.head_dim and self.head_width(layer.head_dim),
+            rotary_dim=layer.rotary_dim and self.head_width(layer.rotary_dim),
             ffn_hidden_size=self.width(layer.ffn_hidden_size),
         )
 
@@ -100,6 +101,7 @@ class TinyScale:
             num_heads=0,
             num_kv_heads=0,
             head_dim=layer.head_dim and (32 if layer.head_dim > head_dim else 16),
+            rotary_dim=layer.rotary_dim and 8,
             ffn_hidden_size=layer.ffn_hidden_size and self.width(layer.ffn_hidden_size),
         )
 

@@ -10,6 +10,7 @@ delta      chunked gated delta rule (arXiv:2406.06484, section 3.3; 2412.06464, 
            the new values; W and q times the state, and the state's update. Chunks of 64.
 lightning  Lightning Attention-2 (arXiv:2401.04658, algorithm 1): q k.T and its product with v
            within a block of 256; q times k.T v, and its update.
+conv       none: a short convolution is no matrix product.
 """
 
 from stepmark.model.layers import Layer

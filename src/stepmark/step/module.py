@@ -171,6 +171,12 @@ def work_of(
     )
 
 
+def outside_layers(leaf: Module) -> Module:
+    """Return a module that is in no layer."""
+    work = tuple(replace(op, layer=None) for op in leaf.work)
+    return replace(leaf, work=work, inside=tuple(map(outside_layers, leaf.inside)))
+
+
 def role_of(name: str) -> str:
     """Return the role, as in workload files, of a block's module."""
     for prefix, role in _ROLES.items():

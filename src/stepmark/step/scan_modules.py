@@ -1,4 +1,4 @@
-"""Modules of mixers that carry a state from token to token: Mamba-2, DeltaNet, Lightning.
+"""Modules of mixers that carry a state from token to token: Mamba-2, DeltaNet, Lightning, LFM2.
 
 Kernels are those of mamba_ssm (causal_conv1d, mamba_chunk_scan_combined) and of
 flash-linear-attention (chunk_gated_delta_rule): a convolution and a scan, each one per pass,
@@ -62,6 +62,10 @@ class ScanModules:
             yield self._scan("attention.scan", ("dt_bias", "A_log"))
             heads = delta.num_value_heads
             yield self._gated_norm("attention.gate_norm", delta.value_dim, heads)
+        elif self.layer.scan == "conv":  # c * conv(b * x)
+            yield self._product("attention.conv_gate", model.hidden_size)
+            yield self._conv("attention.conv", model.hidden_size)
+            yield self._product("attention.conv_out_gate", model.hidden_size)
         else:
             yield self._scan("attention.scan", ())
             width = model.num_heads * model.head_dim
@@ -89,6 +93,13 @@ class ScanModules:
             params=tuple(replace(param, part=name) for param in params),
             keeps=SavedTensors(divided=kept),
         )
+
+    def _product(self, name: str, width: int) -> Module:
+        """Return the product of two tensors, element by element, which keeps both."""
+        size = self.tokens * width // self.tp * self.inputs.plain_dtype.itemsize
+        fwd = Kernel(name="multiply", flops=0, bytes_moved=3 * size)
+        bwd = Kernel(name="multiply_backward", flops=0, bytes_moved=5 * size)
+        return replace(self._module(name, fwd, bwd, (), 2 * width), is_module=False)
 
     def _conv(self, name: str, channels: int) -> Module:
         size = self.tokens * channels // self.tp * self.inputs.plain_dtype.itemsize

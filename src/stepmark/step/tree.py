@@ -14,20 +14,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.ground.dtypes import DType
 from stepmark.model.layers import Layer, Linear
-from stepmark.model.model import NORM_VECTORS, ModelConfig
+from stepmark.model.model import EXPERT_NORMS, NORM_VECTORS, ModelConfig
 from stepmark.model.ops import (
     Activation,
-    Attention,
     CrossEntropy,
-    GroupedGemm,
     Norm,
-    Op,
     Phase,
     Rope,
 )
 from stepmark.model.parallel import ParallelConfig, stage_layers
+from stepmark.step.attention_core import attention_core, head_norm_params, index_scores
+from stepmark.step.grouped_linear import grouped_linear
 from stepmark.step.kernel_choice import (
     KernelChoice,
     gated_kernels,
@@ -43,13 +41,21 @@ from stepmark.step.kernel_choice import (
 from stepmark.step.layout import (
     Inputs,
     ShardLayout,
-    grouped_products,
     linear_products,
     table_lookup,
     tensor_sum,
 )
 from stepmark.step.lora import frozen, scaled_sum
-from stepmark.step.module import Module, Param, SavedTensors, between, both, role_of, work_of
+from stepmark.step.module import (
+    Module,
+    Param,
+    SavedTensors,
+    between,
+    both,
+    outside_layers,
+    role_of,
+    work_of,
+)
 from stepmark.step.scan_modules import GATE, ScanModules
 from stepmark.step.workload import Kernel
 
@@ -148,11 +154,37 @@ class TreeBuilder:
                 name=name, role="embedding", work=work, params=(param,), has_input_grad=False
             )
             leaves.append(leaf)
+        if model.per_layer_width:
+            leaves += self._second_embedding()
         if model.embedding_multiplier != 1:
             leaves.append(self._scaled("embedding.scale", self.own_tokens))
         if model.embedding_norm:
             leaves.append(self._residual_norm("embedding.norm", "embedding.norm"))
         return self._trained(Module(name="embedding", inside=tuple(leaves)))
+
+    def _second_embedding(self) -> Iterator[Module]:
+        """Yield Gemma 4's inputs of all layers: a lookup, and a product of the first embedding.
+
+        The product is normed and added. The three are scaled (modeling_gemma4.py of
+        transformers 5.23, project_per_layer_inputs).
+        """
+        model = self.model
+        product = model.per_layer_projection
+        numel = self.tokens * product.out
+        size = numel * self.inputs.plain_dtype.itemsize
+        role = "embedding.per_layer"
+        table = Param(name=f"{role}.weight", shape=(model.vocab_size, product.out), part=role)
+        lookup = work_of(role, *table_lookup(size), layer=None)
+        yield Module(name=role, role=role, work=lookup, params=(table,), has_input_grad=False)
+        keeps = SavedTensors(whole=model.hidden_size)
+        yield outside_layers(replace(self.linear(product, product.name), keeps=keeps))
+        rows = self.tokens * model.num_layers
+        norm = self._norm(f"{role}_norm", f"{role}_norm", model.per_layer_width, rows)
+        yield outside_layers(replace(norm, keeps=SavedTensors(whole=product.out)))
+        scaled = memory_kernel("scale", 6 * size)
+        added = memory_kernel("add", 3 * size)
+        work = (Phase.FWD, scaled), (Phase.FWD, added), (Phase.BWD, scaled)
+        yield outside_layers(between(f"{role}_sum", *work))
 
     def output(self) -> Module:
         """Return the last norm, the head and the loss."""
@@ -220,13 +252,28 @@ class TreeBuilder:
         mixing = [linear for linear in linears if linear.name.startswith("attention.")]
         parts: list[tuple[str, Module]] = []
         if layer.mixer:
-            inside = tuple(own._mixer(layer, mixing))
-            parts.append(("attention", Module(name="attention", inside=inside)))
+            mixer = Module(name="attention", inside=tuple(own._mixer(layer, mixing)))
+            parts.append(("attention", mixer))
         if layer.ffn:
-            rest = linears[len(mixing) :]
+            rest = [linear for linear in linears if linear.name.startswith("ffn.")]
             ffn = own._experts(rest) if layer.has_experts else None
             parts.append(("mlp", ffn or Module(name="ffn", inside=own._mlp(rest))))
-        return self._trained(Module(name="block", inside=tuple(self._placed(parts))))
+        inside = [*self._placed(parts)]
+        if self.model.per_layer_width:
+            inside += self._gated_by_embedding(linears[-2:])
+        if self.model.layer_scale:
+            inside.append(self._scaled("layer.scale", self.own_tokens))
+        return self._trained(Module(name="block", inside=tuple(inside)))
+
+    def _gated_by_embedding(self, linears: list[Linear]) -> Iterator[Module]:
+        """Yield x + norm(out(gelu(gate(x)) * e)) with the layer's part e of its embedding."""
+        gate, out = (self.linear(linear, linear.name) for linear in linears)
+        width = out.params[0].shape[1]
+        yield replace(gate, keeps=SavedTensors(whole=self.model.hidden_size))
+        yield self._activation("per_layer.activation", self.own_tokens, width, width)
+        yield replace(out, keeps=SavedTensors(whole=width))
+        yield self._residual_norm("per_layer_norm", "per_layer.norm")
+        yield self._residual("per_layer.residual")
 
     def _placed(self, parts: list[tuple[str, Module]]) -> Iterator[Module]:
         """Yield a block's parts with their norms and residual sums around them."""
@@ -262,10 +309,11 @@ class TreeBuilder:
             role = linear.name.rpartition(".")[2]
             together = "experts" if "held" in linear.name else "gate_up"
             if role == "qkv" and "qkv" not in fused:
-                kv_rows = self.model.num_kv_heads * self.model.head_dim
-                names = "qk" if self.model.shares_kv else "qkv"
-                q_rows = linear.out - (len(names) - 1) * kv_rows
-                for name, rows in zip(names, (q_rows, kv_rows, kv_rows), strict=False):
+                k_rows = self.model.num_kv_heads * self.model.d_qk
+                v_rows = 0 if self.model.shares_kv else self.model.num_kv_heads * self.model.d_v
+                q_rows = linear.out - k_rows - v_rows
+                names = "qkv" if v_rows else "qk"
+                for name, rows in zip(names, (q_rows, k_rows, v_rows), strict=False):
                     yield replace(linear, name=f"attention.{name}", out=rows)
             elif linear.name.startswith("ffn.") and role == "gate" and together in fused:
                 gate = linear
@@ -322,7 +370,7 @@ class TreeBuilder:
 
     def _attention(self, layer: Layer) -> Iterator[Module]:
         """Yield what is between attention's projections."""
-        yield from self._qk_norms()
+        yield from self._head_norms(layer)
         if layer.has_indexer:
             yield from self._indexer()
         yield from self._scores(layer)
@@ -341,11 +389,7 @@ class TreeBuilder:
         return replace(gated, keeps=SavedTensors(divided=width + gate_width))
 
     def _indexer(self) -> Iterator[Module]:
-        """Yield the norm of the indexer's keys, and the scores that choose keys.
-
-        Scores of all earlier keys are products; its own loss, which trains it, has twice as
-        many backward (arXiv:2512.02556, section 2.1). Inputs are detached.
-        """
+        """Yield the norm of the indexer's keys, and the scores that choose keys."""
         mla = self.model.mla
         if mla is None or mla.indexer is None:
             return
@@ -360,31 +404,41 @@ class TreeBuilder:
         (weight,) = norm.params
         bias = replace(weight, name="attention.index_norm.bias")
         yield replace(norm, params=(weight, bias))
-        pairs = self.inputs.mbs * (self.inputs.seq_len**2 // 2)
-        flops = 2 * pairs * indexer.num_heads * indexer.head_dim
-        size = self.tokens * (indexer.num_heads + 1) * (indexer.head_dim + 1)
-        size = (
-            size * self.inputs.plain_dtype.itemsize + pairs * self.inputs.plain_dtype.itemsize
-        )
-        scores = Kernel(name="index_scores", flops=flops, bytes_moved=size)
-        back = Kernel(name="index_scores_backward", flops=2 * flops, bytes_moved=2 * size)
-        chosen = between("attention.index_scores", (Phase.FWD, scores), (Phase.BWD, back))
-        yield replace(chosen, num_replicas=self._tp)
+        scores = index_scores(indexer, self.inputs, self.tokens)
+        yield replace(scores, num_replicas=self._tp)
 
-    def _qk_norms(self) -> Iterator[Module]:
+    def _head_norms(self, layer: Layer) -> Iterator[Module]:
+        """Yield norms of queries, keys and values, and the scale of values, as there are."""
         model = self.model
         is_whole = model.qk_norm_kind == "all"
-        heads = {"q_norm": model.num_heads // self._tp, "k_norm": self.kv_heads}
+        heads = {"q_norm": model.num_heads // self._tp}
+        if layer.has_kv:
+            heads["k_norm"] = self.kv_heads
         for name, count in heads.items() if model.qk_norm else ():
             width = model.head_dim * (count if is_whole else 1)
             rows = self.tokens * (1 if is_whole else count)
             path = f"attention.{name}"
-            norm = replace(self._norm(path, path, width, rows), keeps=SavedTensors())
-            if model.qk_norm_kind == "unit":
-                norm = replace(norm, params=(), is_module=False)
-            elif is_whole:
-                norm = replace(norm, params=(replace(norm.params[0], is_partial=False),))
+            is_rms = not model.qk_norm_kind.startswith("layernorm")
+            norm = self._norm(
+                path, path, width, rows, kind="rmsnorm" if is_rms else "layernorm"
+            )
+            yield replace(
+                norm,
+                params=head_norm_params(model, norm.params[0], count),
+                is_module=model.qk_norm_kind != "unit",
+                keeps=SavedTensors(),
+            )
+        if model.v_norm and layer.has_kv:
+            path = "attention.v_norm"
+            norm = self._norm(path, path, model.d_v, self.tokens * self.kv_heads)
+            norm = replace(norm, params=(), is_module=False, keeps=SavedTensors())
+            if model.shares_kv:  # gradients of one product, as key and as value, are added up
+                added = self._sum(path, self.tokens, model.head_dim * self.kv_heads).bwd
+                norm = replace(norm, work=(*norm.work, *added))
             yield norm
+
+        if model.value_multiplier != 1 and layer.has_kv:
+            yield self._scaled("attention.value_scale", self.tokens, self.kv_heads * model.d_v)
 
     def _scores(self, layer: Layer) -> Iterator[Module]:
         """Yield rotary positions, and softmax(q k.T) v.
@@ -399,20 +453,24 @@ class TreeBuilder:
         kv_heads = self.kv_heads
         if not model.max_positions and layer.has_rope:
             mla = model.mla
+            heads = model.num_heads // self._tp
+            if not layer.has_kv:  # queries alone, of which one stands for the key
+                heads = max(1, heads - 1)
             rope = Rope(
                 batch=inputs.mbs,
                 seq=inputs.seq_len // cp,
-                heads=model.num_heads // self._tp,
-                kv_heads=1 if mla else kv_heads,
+                heads=heads,
+                kv_heads=1 if mla or not layer.has_kv else kv_heads,
                 head_dim=mla.qk_rope_head_dim if mla else model.rotary_dim or model.head_dim,
                 dtype=inputs.plain_dtype,
             )
-            rope_width = (model.num_heads + kv_heads * self._tp) * model.d_qk
+            num_rotated = model.num_heads + kv_heads * self._tp * layer.has_kv
+            rope_width = num_rotated * model.d_qk
             rope_width = model.num_heads * mla.qk_nope_head_dim if mla else rope_width
             yield replace(
                 between("attention.rope", *both(rope)), keeps=SavedTensors(divided=rope_width)
             )
-        core = self._core(layer)
+        core = attention_core(model, layer, inputs, self.layout.axes)
         if self.kernels.stores_scores:
             kv_heads = core.kv_heads * self._tp
             for part in stored_scores(core, self.kernels, model.num_heads, kv_heads):
@@ -420,12 +478,16 @@ class TreeBuilder:
                 yield self._with_sinks(part) if is_softmax else part
             return
         # Keys and values of all ranks of cp.
-        keys = cp * kv_heads * self._tp * (model.d_qk + model.d_v)
+        keys = cp * kv_heads * self._tp * (model.d_qk + model.d_v) * layer.has_kv
         keeps = SavedTensors(
             divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads
         )
         fused = replace(between("attention.core", *both(core)), keeps=keeps)
         fused = self._with_sinks(fused)
+        if not layer.has_kv:  # gradients of keys and values are added to the earlier layer's
+            width = kv_heads * (model.d_qk + model.d_v)
+            added = self._sum("attention.core", self.tokens, width).bwd
+            fused = replace(fused, work=(*fused.work, *added))
         # Context parallelism exchanges keys and values in the layout that they have.
         if self.kernels.batch_first and cp == 1:
             fused = with_transposes(fused, core)
@@ -444,39 +506,6 @@ class TreeBuilder:
             module, params=(Param(name="attention.sinks", shape=shape, part=module.role),)
         )
 
-    def _core(self, layer: Layer) -> Attention:
-        """Return softmax(q k.T) v of a layer's keys."""
-        model = self.model
-        inputs = self.inputs
-        cp = self.layout.axes.cp
-        heads = model.num_heads // self._tp
-        batch, seq_q, window = inputs.mbs, inputs.seq_len // cp, layer.window
-        if model.mla and model.mla.indexer:  # as many pairs as in a window of this size
-            window = model.mla.indexer.top_k
-        varlen: tuple[int, ...] = ()
-        if 0 < layer.chunk < seq_q:  # chunks are sequences of their own
-            whole, rest = divmod(seq_q, layer.chunk)
-            if rest:
-                varlen = (*(layer.chunk,) * whole, rest) * batch
-                batch, seq_q = 1, batch * seq_q
-            else:
-                batch, seq_q = batch * whole, layer.chunk
-        return Attention(
-            batch=batch,
-            seq_q=seq_q,
-            seq_kv=inputs.seq_len // 2 if cp > 1 else seq_q,
-            heads=heads,
-            kv_heads=heads if model.mla else self.kv_heads,
-            head_dim_qk=model.d_qk,
-            head_dim_v=model.d_v,
-            causal=cp == 1,
-            window=window if window < seq_q else 0,
-            varlen=varlen,
-            sinks=model.has_sinks,
-            softcap=model.softcap,
-            dtype=inputs.plain_dtype,
-        )
-
     def _mlp(self, linears: list[Linear], *, is_shared: bool = False) -> tuple[Module, ...]:
         *ups, down = (self.linear(linear, role_of(linear.name)) for linear in linears)
         width = linears[-1].width
@@ -485,6 +514,12 @@ class TreeBuilder:
         name = down.role.replace("down", "activation")
         activation = self._activation(name, self.tokens, width // self._tp, width)
         keeps = SavedTensors(divided=width)
+        if not is_shared:
+            numbers = (
+                Param(name=vector.name, shape=vector.shape, part=name, is_partial=True)
+                for vector in self.model.activation_vectors
+            )
+            activation = replace(activation, params=tuple(numbers))
         return (*self._with_grad_sum(ups, self.tokens), activation, replace(down, keeps=keeps))
 
     def _activation(self, role: str, rows: int, width: int, kept_width: int) -> Module:
@@ -495,6 +530,7 @@ class TreeBuilder:
         """
         is_gated = self.model.is_gated
         kind = self.model.activation
+        kind = "silu" if kind == "xielu" else kind  # as many bytes
         dtype = self.inputs.plain_dtype
         op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
         between_kernels = 4 if kind == "clamped_swiglu" else 1
@@ -520,8 +556,17 @@ class TreeBuilder:
             if part not in by_part:
                 apart[part] = self.linear(linear, role_of(linear.name))
         keeps = SavedTensors(whole=model.hidden_size, divided=4 * moe.num_experts)
-        *ups, down = (self._grouped(linear) for linear in by_part["held"])
         rows = self.expert_rows
+        # Without sequence parallelism every tp rank has all rows; ranks of another part of the
+        # width do other work.
+        num_replicas = max(1, self.own_replicas // self.layout.expert_tp)
+        *ups, down = (
+            replace(
+                grouped_linear(linear, rows, self.layout, self.inputs, self.kernels),
+                num_replicas=num_replicas,
+            )
+            for linear in by_part["held"]
+        )
         width = moe.ffn_hidden_size // self.layout.expert_tp
         outer = moe.latent_size or model.hidden_size
         copies = moe.top_k * outer
@@ -533,23 +578,45 @@ class TreeBuilder:
             replace(down, keeps=SavedTensors(divided=inner + copies)),
         )
         (router,) = (linear for linear in linears if linear.name == "ffn.router")
+        norms = self._expert_norms()
         inside = [replace(self.without_products.linear(router, "mlp.router"), keeps=keeps)]
+        inside[:0] = norms[:2]
         if "to_latent" in apart:
             inside.append(apart["to_latent"])
         inside.append(Module(name="ffn.held", inside=expert_modules))
         if "from_latent" in apart:
             kept = SavedTensors(divided=moe.latent_size)
             inside.append(replace(apart["from_latent"], keeps=kept))
+        inside += norms[2:3]
         if shared := by_part["shared"]:
-            shared_modules = self._mlp(shared, is_shared=True)
+            shared_modules = self._mlp(shared, is_shared=not moe.has_norms)
             inside.append(Module(name="ffn.shared", inside=shared_modules))
         if "shared_weight" in apart:
             inside += [apart["shared_weight"], self._shared_gate()]
+        inside += norms[3:]
         bias: tuple[Param, ...] = ()
         if moe.router_bias:
             param = Param(name="ffn.router_bias", shape=(moe.num_experts,), part="mlp.router")
             bias = (replace(param, is_trained=False),)
         return Module(name="ffn", params=bias, inside=tuple(inside))
+
+    def _expert_norms(self) -> tuple[Module, ...]:
+        """Return the norms of the router, of routed experts (before, after) and of shared ones.
+
+        The scale of the router's input is the weight of its norm. The one of experts' weights
+        is a number per expert.
+        """
+        moe = self.model.moe
+        if moe is None or not moe.has_norms:
+            return ()
+        path = "mlp.router_norm"
+        norm = self._norm("ffn.router_norm", path, self.model.hidden_size)
+        scale = replace(norm.params[0], name="ffn.router_scale")
+        per_expert = replace(scale, name="ffn.expert_scale", shape=(moe.num_experts,))
+        return (
+            replace(norm, params=(scale, per_expert)),
+            *(self._residual_norm(f"ffn.{name}", f"mlp.{name}") for name in EXPERT_NORMS),
+        )
 
     def _shared_gate(self) -> Module:
         """Return the product of the shared experts' result with each token's sigmoid."""
@@ -568,49 +635,6 @@ class TreeBuilder:
         assert moe is not None
         rows = max(1, self.tokens * moe.top_k * max(etp, self.own_replicas) // self._tp)
         return self.inputs.expert_rows or rows
-
-    def _grouped(self, linear: Linear) -> Module:
-        etp = self.layout.expert_tp
-        ep = self.layout.axes.ep
-        inputs = self.inputs
-        out = linear.out // etp if linear.split == "out" else linear.out
-        width = linear.width // etp if linear.split == "in" else linear.width
-        count = linear.copies // ep
-        role = role_of(linear.name)
-        rows = self.expert_rows
-        ops: tuple[tuple[Phase, Op | Kernel], ...]
-        if inputs.dtype is DType.FP64:  # no operator: experts one by one
-            kernel = Kernel(name="experts", flops=2 * rows * out * width)
-            ops = tuple((phase, kernel) for phase in (Phase.FWD, Phase.DGRAD, Phase.WGRAD))
-        else:
-            product = GroupedGemm(
-                num_groups=count,
-                tokens=rows,
-                n=out,
-                k=width,
-                skew=inputs.skew,
-                dtype=inputs.plain_dtype,
-            )
-            ops = tuple(grouped_products(inputs, product))
-        if self.kernels.adds_gradients:
-            added = gradient_sum(count * out * width, inputs.plain_dtype.itemsize, self.kernels)
-            ops = (*ops, (Phase.WGRAD, added))
-        # Without sequence parallelism every tp rank has all rows; ranks of another part of the
-        # width do other work.
-        num_replicas = max(1, self.own_replicas // etp)
-        param = Param(name=linear.name, shape=(count, out, width), part=role, is_expert=True)
-        params: tuple[Param, ...] = (param,)
-        if linear.has_bias:
-            bias = replace(param, name=f"{linear.name}_bias", shape=(count, out))
-            params = (param, replace(bias, is_partial=linear.split != "out"))
-            size = rows * out * inputs.plain_dtype.itemsize
-            added = memory_kernel("bias_add", 2 * size)
-            summed = memory_kernel("bias_gradient", size)
-            ops = (*ops, (Phase.FWD, added), (Phase.WGRAD, summed))
-        work = work_of(role, *ops)
-        return Module(
-            name=linear.name, role=role, work=work, params=params, num_replicas=num_replicas
-        )
 
     def linear(self, linear: Linear, role: str) -> Module:
         """Return a linear layer, with its adapter inside where it has one."""
@@ -744,9 +768,10 @@ class TreeBuilder:
         size = self.inputs.plain_dtype.itemsize
         return with_dropout(residual, self.own_tokens * width, width, size)
 
-    def _scaled(self, role: str, rows: int) -> Module:
-        """Return the product of rows of hidden states with a number."""
-        size = rows * self.model.hidden_size * self.inputs.plain_dtype.itemsize
+    def _scaled(self, role: str, rows: int, width: int = 0) -> Module:
+        """Return the product of rows with a number. width: 0: the hidden width."""
+        width = width or self.model.hidden_size
+        size = rows * width * self.inputs.plain_dtype.itemsize
         op = memory_kernel("scale", 2 * size)
         return between(role, (Phase.FWD, op), (Phase.BWD, op))
 
@@ -769,9 +794,6 @@ _SSM = "attention.ssm_"
 
 def _in_output(leaf: Module) -> Module:
     """Return a module as part of the output, outside of all layers."""
-    return replace(
-        leaf,
-        work=tuple(replace(op, layer=None) for op in leaf.work),
-        params=tuple(replace(param, name=f"output.{param.name}") for param in leaf.params),
-        inside=tuple(map(_in_output, leaf.inside)),
-    )
+    params = tuple(replace(param, name=f"output.{param.name}") for param in leaf.params)
+    inside = tuple(map(_in_output, leaf.inside))
+    return replace(outside_layers(leaf), params=params, inside=inside)

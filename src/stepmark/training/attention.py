@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalVariant
 
 from stepmark.model.layers import DENSE, Layer, MlaConfig
 from stepmark.model.model import ModelConfig
-from stepmark.training.layers import Norm, linear_layers
+from stepmark.training.layers import EPS, Norm, linear_layers
 from stepmark.training.masked_attention import masked_attention
 from stepmark.training.scores import scores_of
 
@@ -259,16 +259,33 @@ def _head_norm(model: ModelConfig, num_heads: int) -> Norm | None:
     """Return the norm of queries or keys: over a head, or over all heads together."""
     if not model.qk_norm:
         return None
-    if model.qk_norm_kind == "unit":
-        return Norm("unit", model.head_dim)
+    if model.qk_norm_kind in ("unit", "layernorm"):
+        return Norm(model.qk_norm_kind, model.head_dim)
+    if model.qk_norm_kind == "layernorm_each":
+        return HeadNorms(num_heads, model.head_dim)
     is_whole = model.qk_norm_kind == "all"
     return Norm("rmsnorm", model.head_dim * (num_heads if is_whole else 1))
+
+
+class HeadNorms(Norm):
+    """LayerNorm of each head with a weight of its own, without biases (Cohere)."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__("layernorm_no_weight", head_dim)
+        self.weight = nn.Parameter(torch.empty(num_heads, head_dim))
+
+    def forward(self, x_BTxD: Tensor) -> Tensor:
+        assert self.weight is not None
+        with torch.autocast(x_BTxD.device.type, enabled=False):
+            y = functional.layer_norm(x_BTxD, (x_BTxD.shape[-1],), eps=EPS)
+            return y * self.weight.to(y.dtype).view(x_BTxD.shape[2:])
 
 
 def _normed(norm: Norm | None, x_BTxD: Tensor) -> Tensor:
     if norm is None:
         return x_BTxD
-    is_whole = norm.weight is not None and len(norm.weight) > x_BTxD.shape[-1]
+    weight = norm.weight
+    is_whole = weight is not None and weight.ndim == 1 and len(weight) > x_BTxD.shape[-1]
     y: Tensor = norm(x_BTxD.flatten(2)).view_as(x_BTxD) if is_whole else norm(x_BTxD)
     return y
 

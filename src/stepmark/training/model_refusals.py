@@ -36,17 +36,24 @@ PARTS = {
     "norm_placement": "norms in other places than before each part",
     "is_parallel": "parallel attention and FFN",
     "biases": "biases of single layers",
-    "qk_norm_kind": "norms over all heads, or without weights",
+    "qk_norm_kind": "norms over all heads or without weights, or layer norms of heads",
     "rotary_dim": "partly rotated heads",
     "gate": "gated attention",
     "shares_kv": "values that are the keys",
+    "value_head_dim": "values of another width than keys",
+    "v_norm": "normed values",
+    "value_multiplier": "scaled values",
     "has_sinks": "attention sinks",
     "softcap": "capped attention scores",
     "logit_softcap": "capped logits",
     "attention_scale": "an attention scale of its own",
     "embedding_multiplier": "scaled embeddings",
+    "conv_width": "short convolutions",
+    "conv_bias": "biases of short convolutions",
     "embedding_norm": "a norm of embeddings",
     "residual_multiplier": "scaled residuals",
+    "per_layer_width": "embeddings per layer",
+    "layer_scale": "scaled layers",
     "logit_multiplier": "scaled logits",
     "num_mtp_layers": "multi-token prediction",
     "layer.mixer": "layers that carry a state, or have no attention",
@@ -55,14 +62,20 @@ PARTS = {
     "layer.chunk": "attention in chunks",
     "layer.has_rope": "layers without rotary positions",
     "layer.has_indexer": "layers that share an indexer's keys",
+    "layer.has_sinks": "layers without attention sinks beside ones with them",
+    "layer.has_qk_norm": "layers without norms of queries and keys beside ones with them",
+    "layer.has_kv": "layers that share keys and values",
+    "layer.shares_kv": "values that are the keys",
     "layer.num_heads": "layers with another number of heads",
     "layer.num_kv_heads": "layers with another number of KV heads",
     "layer.head_dim": "layers with another width of heads",
+    "layer.rotary_dim": "layers with another rotated width",
     "moe.scoring": "a router with sigmoids",
     "moe.num_groups": "groups of experts",
     "moe.top_groups": "a choice of groups of experts",
     "moe.shared_gate": "gated shared experts",
     "moe.latent_size": "latent experts",
+    "moe.has_norms": "experts with norms of their own",
     "mla.indexer": "DeepSeek's indexer",
 }
 _PLAIN: dict[str, Collection[object]] = {
@@ -74,14 +87,20 @@ UNDIVIDED = frozenset(
     {
         *("gate", "shares_kv", "has_sinks", "embedding_norm", "qk_norm_kind"),
         *("layer.mixer", "layer.ffn", "layer.num_heads", "layer.num_kv_heads"),
-        *("layer.head_dim", "norm", "num_mtp_layers"),
+        *("layer.head_dim", "layer.shares_kv", "norm", "num_mtp_layers"),
     }
 )
 # Parts that context parallelism does not compute; windows, chunks and states are refused by
 # every kind of step (model/parallel.py).
 OF_ALL_KEYS = frozenset({"has_sinks", "softcap", "num_mtp_layers"})
 # Parts that the step does not have.
-LACKING = frozenset({"mla.indexer", "layer.has_indexer"})
+LACKING = frozenset(
+    {
+        *("mla.indexer", "layer.has_indexer", "v_norm", "layer_scale", "moe.has_norms"),
+        *("per_layer_width", "layer.has_kv", "value_head_dim", "value_multiplier"),
+        *("conv_width", "conv_bias"),
+    }
+)
 
 
 def parts(model: ModelConfig, among: Collection[str]) -> list[str]:

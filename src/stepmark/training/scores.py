@@ -44,5 +44,5 @@ def scores_of(model: ModelConfig, layer: Layer) -> Scores:
         window=layer.window if layer.window < length else 0,
         chunk=layer.chunk if layer.chunk < length else 0,
         softcap=model.softcap,
-        has_sinks=model.has_sinks,
+        has_sinks=model.of_layer(layer).has_sinks,
     )

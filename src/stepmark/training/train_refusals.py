@@ -95,7 +95,10 @@ Refused = Iterator[tuple[str, object, str]]  # field, value, rule
 
 def _model(case: TrainCase) -> Refused:
     model = case.model
-    if words := parts(model, LACKING):
+    words = parts(model, LACKING)
+    if model.activation == "xielu":
+        words.append("xIELU")
+    if words:
         allowed = f"one without {', '.join(words)}: train cannot run them"
         yield "model", model.name, allowed
     is_masked = any(not scores.is_plain for scores in all_scores(model))

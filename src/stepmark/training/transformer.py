@@ -100,7 +100,8 @@ def rotary_width(model: ModelConfig, layer: Layer) -> int:
         return 0
     if model.mla:
         return model.mla.qk_rope_head_dim
-    return model.rotary_dim or model.of_layer(layer).d_qk
+    own = model.of_layer(layer)
+    return own.rotary_dim or own.d_qk
 
 
 def mixer(model: ModelConfig, index: int, kernel: str) -> nn.Module | None:

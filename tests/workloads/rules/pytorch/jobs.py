@@ -85,7 +85,12 @@ GATED = replace(
     DENSE,
     gate="element",
     rotary_dim=4,
-    pattern=(Layer(mixer="delta"), Layer(mixer="lightning"), Layer(chunk=32)),
+    pattern=(
+        *(Layer(mixer="delta"), Layer(mixer="lightning"), Layer(mixer="conv")),
+        Layer(chunk=32),
+    ),
+    conv_width=3,
+    conv_bias=True,
     delta=DeltaConfig(num_key_heads=8, num_value_heads=16, key_dim=8, value_dim=8),
     norm_placement="shared",
     is_parallel=True,
@@ -99,7 +104,28 @@ GATED = replace(
         router_bias=True,
     ),
 )
-PATTERNS = (SLIDING, HYBRID, GATED)
+# Gemma 4: tied, with experts, and not divided by tp or pp.
+PER_LAYER = replace(
+    SLIDING,
+    tied_embeddings=True,
+    pattern=(
+        Layer(window=16),
+        Layer(shares_kv=True, head_dim=16, num_kv_heads=4),
+        Layer(window=16, has_kv=False, ffn="dense", ffn_hidden_size=96),
+    ),
+    v_norm=True,
+    layer_scale=True,
+    per_layer_width=16,
+    moe=MoeConfig(
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=32,
+        num_shared_experts=1,
+        shared_ffn_hidden_size=64,
+        has_norms=True,
+    ),
+)
+PATTERNS = (SLIDING, HYBRID, GATED, PER_LAYER)
 
 
 def make(

@@ -5,9 +5,7 @@ Source: configuration_*.py and modeling_*.py of transformers 5.23.
 
 from typing import Any
 
-from stepmark.model.layers import (
-    Layer,
-)
+from stepmark.model.layers import Layer
 from stepmark.workloads.formats.huggingface.keys import Keys, cycle
 from stepmark.workloads.formats.huggingface.shared_fields import (
     Fields,
@@ -34,6 +32,12 @@ def llama(keys: Keys, **defaults: Any) -> Fields:
 def arcee(keys: Keys) -> Fields:
     activation = read_activation(keys, gated=False, default="relu2")
     return decoder(keys) | all_biases(keys) | {"activation": activation}
+
+
+def apertus(keys: Keys) -> Fields:
+    activation = read_activation(keys, gated=False, default="xielu")
+    fields = decoder(keys, ffn=14336, vocab=131_072) | attention_bias(keys)
+    return fields | {"activation": activation, "qk_norm": True}
 
 
 def mistral(keys: Keys, window: int | None = 4096) -> Fields:
@@ -104,6 +108,11 @@ def gemma2(keys: Keys) -> Fields:
     }
     windows = read_windows(keys, fields["num_layers"], lambda index: index % 2 == 0, 4096)
     return _gemma_heads(keys, with_windows(fields, windows))
+
+
+def vaultgemma(keys: Keys) -> Fields:
+    """Return VaultGemma: Gemma 2 without norms after attention and MLP."""
+    return gemma2(keys) | {"norm_placement": "pre"}
 
 
 def gemma3(keys: Keys) -> Fields:
@@ -213,7 +222,7 @@ def cohere(keys: Keys) -> Fields:
             "is_parallel": True,
             "logit_multiplier": keys.number("logit_scale", default=0.0625),
             "qk_norm": has_norm,
-            "qk_norm_kind": "all" if has_norm else "head",
+            "qk_norm_kind": "layernorm_each" if has_norm else "head",
         }
     )
 
@@ -235,7 +244,7 @@ def stablelm(keys: Keys) -> Fields:
         "is_parallel": is_parallel,
         "qkv_bias": keys.flag("use_qkv_bias"),
         "qk_norm": has_norm,
-        "qk_norm_kind": "all" if has_norm else "head",
+        "qk_norm_kind": "layernorm_each" if has_norm else "head",
     }
 
 

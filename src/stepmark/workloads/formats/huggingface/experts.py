@@ -20,6 +20,7 @@ from stepmark.workloads.formats.huggingface.shared_fields import (
     attention_bias,
     decoder,
     deepseek_experts,
+    every,
     gated,
     multipliers,
     placed_experts,
@@ -211,8 +212,9 @@ def llama4(keys: Keys) -> Fields:
     step = keys.size("interleave_moe_layer_step", default=1)
     listed = keys.items("moe_layers")
     with_experts = listed if listed is not None else range(step - 1, count, step)
+    has_norm = keys.flag("use_qk_norm", True)
     layers = [
-        Layer(chunk=chunk if chunked else 0, has_rope=rope)
+        Layer(chunk=chunk if chunked else 0, has_rope=rope, has_qk_norm=rope or not has_norm)
         for chunked, rope in zip(is_chunked, has_rope, strict=True)
     ]
     moe = MoeConfig(
@@ -223,7 +225,6 @@ def llama4(keys: Keys) -> Fields:
         shared_ffn_hidden_size=fields["ffn_hidden_size"],
         scoring="sigmoid",
     )
-    has_norm = keys.flag("use_qk_norm", True)
     fields |= {
         "ffn_hidden_size": keys.size("intermediate_size_mlp", default=16384),
         "pattern": cycle(layers),
@@ -231,6 +232,39 @@ def llama4(keys: Keys) -> Fields:
         "qk_norm_kind": "unit" if has_norm else "head",
     }
     return placed_experts(fields, moe, [index not in with_experts for index in range(count)])
+
+
+def afmoe(keys: Keys) -> Fields:
+    """Return Arcee's Trinity, whose layers without a window have no rotary positions."""
+    if keys.flag(
+        "attention_bias"
+    ):  # the gate, which is in one product with q, k and v, has none
+        raise keys.error("attention_bias", "false")
+    fields = gated(keys, head_dim=128, ffn=6144)
+    count = fields["num_layers"]
+    step = keys.size("global_attn_every_n_layers", default=4)
+    windows = read_windows(keys, count, every(step), 1024)
+    width = keys.size("moe_intermediate_size", default=1408)
+    shared = keys.count("num_shared_experts", default=2)
+    moe = MoeConfig(
+        num_experts=keys.size("num_experts", default=64),
+        top_k=keys.size("num_experts_per_tok", default=6),
+        ffn_hidden_size=width,
+        num_shared_experts=shared,
+        shared_ffn_hidden_size=shared * width,
+        first_dense_layers=keys.count("num_dense_layers", default=1),
+        router_bias=True,
+        scoring="sigmoid",
+    )
+    is_scaled = keys.flag("mup_enabled")
+    return fields | {
+        "moe": moe,
+        "norm_placement": "both",
+        "qk_norm": True,
+        "gate": "element",
+        "embedding_multiplier": fields["hidden_size"] ** 0.5 if is_scaled else 1.0,
+        "pattern": cycle(Layer(window=size, has_rope=size > 0) for size in windows),
+    }
 
 
 def olmoe(keys: Keys, width: int = 2048) -> Fields:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from stepmark.workloads.formats.huggingface import dense, experts, hybrid, older
+from stepmark.workloads.formats.huggingface import dense, experts, hybrid, older, sliding
 from stepmark.workloads.formats.huggingface.keys import Keys
 from stepmark.workloads.formats.huggingface.shared_fields import Fields
 
@@ -23,6 +23,7 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "qwen3_5_text": hybrid.qwen3_5,
     "qwen3_5_moe_text": hybrid.qwen3_5_moe,
     "mimo": dense.mimo,
+    "mimo_v2_flash": sliding.mimo_v2_flash,
     "deepseek_v2": partial(experts.deepseek, sigmoid=False),
     "deepseek_v3": partial(experts.deepseek, sigmoid=True),
     "deepseek_v32": partial(experts.deepseek, sigmoid=True, indexed=True),
@@ -34,14 +35,19 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "dots1": experts.dots1,
     "gemma": dense.gemma,
     "gemma2": dense.gemma2,
+    "vaultgemma": dense.vaultgemma,
     "gemma3_text": dense.gemma3,
+    "gemma4_text": sliding.gemma4,
+    "step3p5": sliding.step3p5,
     "gpt_oss": experts.gpt_oss,
     "llama4_text": experts.llama4,
     "olmo": dense.olmo,
     "olmo2": dense.olmo2,
     "olmo3": dense.olmo3,
     "olmoe": experts.olmoe,
+    "afmoe": experts.afmoe,
     "flex_olmo": experts.flex_olmo,
+    "persimmon": older.persimmon,
     "phi": older.phi,
     "phi3": dense.phi3,
     "phimoe": experts.phimoe,
@@ -58,6 +64,8 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "smollm3": dense.smollm3,
     "starcoder2": dense.starcoder2,
     "falcon": older.falcon,
+    "lfm2": hybrid.lfm2,
+    "lfm2_moe": hybrid.lfm2_moe,
     "minimax": hybrid.minimax,
     "minimax_m2": experts.minimax_m2,
     "ernie4_5": dense.ernie,
@@ -77,6 +85,7 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "hunyuan_v1_moe": partial(experts.hunyuan, with_experts=True),
     "internlm3": dense.internlm3,
     "helium": dense.helium,
+    "apertus": dense.apertus,
     "arcee": dense.arcee,
     "hyperclovax": dense.hyperclovax,
     "cwm": dense.cwm,
@@ -89,7 +98,9 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
 # Families whose config has the decoder's inside, and the decoder's where it names none.
 NESTED = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "llama4": "llama4_text",
+    "step3p7": "step3p5",
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",

@@ -188,6 +188,60 @@ def nemotron_h(keys: Keys) -> Fields:
     return fields | more | {"tied_embeddings": False}  # whatever the file says
 
 
+def _short_convolutions(keys: Keys, fields: Fields, types: list[str]) -> Fields:
+    """Return LFM2's layers: attention with normed queries and keys, or a short convolution."""
+    if len(types) != fields["num_layers"] or not set(types) <= {"full_attention", "conv"}:
+        allowed = f"full_attention or conv of {fields['num_layers']} layers"
+        raise keys.error("layer_types", allowed)
+    layers = (
+        Layer() if kind == "full_attention" else Layer(mixer="conv", has_rope=False)
+        for kind in types
+    )
+    keys.read |= {"conv_dim", "conv_dim_out", "num_heads", "block_dim"}  # not read there, too
+    return fields | {
+        "tied_embeddings": keys.flag("tie_embedding", fields["tied_embeddings"]),
+        "conv_width": keys.size("conv_L_cache", default=3),
+        "conv_bias": keys.flag("conv_bias"),
+        "activation": "swiglu",
+        "qk_norm": True,
+        "pattern": cycle(layers),
+    }
+
+
+def lfm2(keys: Keys) -> Fields:
+    fields = decoder(keys, kv_heads=8, tied=True, ffn=12288)
+    count = fields["num_layers"]
+    width = keys.size("block_ff_dim", default=fields["ffn_hidden_size"])
+    if keys.flag("block_auto_adjust_ff_dim", True):
+        width = int(2 * width / 3)
+        multiplier = keys.number("block_ffn_dim_multiplier", default=1)
+        if keys.raw.get("block_ffn_dim_multiplier", 1) is not None:
+            multiple = keys.size("block_multiple_of", default=256)
+            width = multiple * -(-int(multiplier * width) // multiple)
+    listed = keys.items("full_attn_idxs")
+    full = range(count) if listed is None else listed
+    types = keys.items("layer_types")
+    if types is None:
+        types = ["full_attention" if index in full else "conv" for index in range(count)]
+    return _short_convolutions(keys, fields | {"ffn_hidden_size": width}, types)
+
+
+def lfm2_moe(keys: Keys) -> Fields:
+    fields = decoder(keys, kv_heads=8, tied=True, ffn=7168)
+    types = keys.items("layer_types")
+    if types is None:
+        raise keys.error("layer_types", "given")
+    moe = MoeConfig(
+        num_experts=keys.size("num_experts", default=32),
+        top_k=keys.size("num_experts_per_tok", default=4),
+        ffn_hidden_size=keys.size("moe_intermediate_size", default=1792),
+        first_dense_layers=keys.count("num_dense_layers", default=2),
+        router_bias=keys.flag("use_expert_bias", True),
+        scoring="sigmoid",
+    )
+    return _short_convolutions(keys, fields, types) | {"moe": moe}
+
+
 def minimax(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=8)
     count = fields["num_layers"]

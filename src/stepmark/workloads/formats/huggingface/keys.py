@@ -51,7 +51,7 @@ class Keys:
 
     def number(self, *names: str, default: float) -> float:
         value = self._value(names, default)
-        name = self._name(names)
+        name = self.name_of(names)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -63,14 +63,14 @@ class Keys:
     def text(self, *names: str, default: str) -> str:
         value = self._value(names, default)
         if not isinstance(value, str):
-            raise self._of_type(self._name(names), "str", value)
+            raise self._of_type(self.name_of(names), "str", value)
         return value
 
     def items(self, *names: str) -> list[Any] | None:
         """Return a list; None where it is missing or null."""
         value = self._value(names, None)
         if value is not None and not isinstance(value, list):
-            raise self._of_type(self._name(names), "an array", value)
+            raise self._of_type(self.name_of(names), "an array", value)
         return value
 
     def part(self, name: str) -> "Keys | None":
@@ -85,12 +85,13 @@ class Keys:
     def has(self, name: str) -> bool:
         return self.raw.get(name) is not None
 
-    def _name(self, names: tuple[str, ...]) -> str:
+    def name_of(self, names: tuple[str, ...]) -> str:
+        """Return the first of these names that the file has, else the first."""
         return next((name for name in names if name in self.raw), names[0])
 
     def _value(self, names: tuple[str, ...], default: Any) -> Any:
         self.read.update(names)
-        name = self._name(names)
+        name = self.name_of(names)
         if name in self.raw:
             return self.raw[name]
         self._check_spelling(name, is_required=default is REQUIRED)
@@ -115,7 +116,7 @@ class Keys:
         value = self._value(names, default)
         if value is None and (default is None or null is not REQUIRED):
             return None if null is REQUIRED else null
-        name = self._name(names)
+        name = self.name_of(names)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._of_type(name, "int", value)
         if not low <= value <= _LARGEST:

@@ -73,6 +73,13 @@ _EFFECTS: dict[str, tuple[str, _Test]] = {
         ("swiglu_limit", "clip_qkv", "qkv_clip"), ("values are not clamped", _is_set)
     ),
     **dict.fromkeys(
+        ("swiglu_limits", "swiglu_limits_shared"),
+        (
+            "values are not clamped",
+            lambda value, config: isinstance(value, list) and any(value),
+        ),
+    ),
+    **dict.fromkeys(
         ("shared_expert_intermediate_size", "num_shared_experts", "n_shared_experts"),
         ("shared experts are left out", _is_set),
     ),

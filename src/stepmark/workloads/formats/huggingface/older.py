@@ -3,9 +3,7 @@
 Source: configuration_*.py and modeling_*.py of transformers 5.23.
 """
 
-from stepmark.model.layers import (
-    Layer,
-)
+from stepmark.model.layers import Layer
 from stepmark.workloads.formats.huggingface.keys import Keys
 from stepmark.workloads.formats.huggingface.shared_fields import (
     DEFAULT_SEQ_LEN,
@@ -14,30 +12,61 @@ from stepmark.workloads.formats.huggingface.shared_fields import (
     read_activation,
 )
 
+_Names = tuple[str, ...]
+_HIDDEN: _Names = ("hidden_size", "n_embed")
+_LAYERS: _Names = ("num_hidden_layers", "n_layer")
+_HEADS: _Names = ("num_attention_heads", "n_head")
+
+
+def _older_decoder(
+    keys: Keys,
+    positions: int,
+    *,
+    hidden: _Names = _HIDDEN,
+    layers: _Names = _LAYERS,
+    heads: _Names = _HEADS,
+) -> Fields:
+    """Return what these families share: heads that divide the width, layer norms, a tied head.
+
+    positions: the longest sequence. hidden, layers, heads: names of keys, the family's first.
+    """
+    width = keys.size(*hidden)
+    num_layers = keys.size(*layers)
+    num_heads = keys.size(*heads)
+    if width % num_heads:
+        allowed = f"a multiple of {keys.name_of(heads)}={num_heads}"
+        raise keys.error(keys.name_of(hidden), allowed)
+    return {
+        "hidden_size": width,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": width // num_heads,
+        "ffn_hidden_size": 4 * width,
+        "vocab_size": keys.size("vocab_size"),
+        "seq_len": min(positions, DEFAULT_SEQ_LEN),
+        "norm": "layernorm",
+        "tied_embeddings": keys.flag("tie_word_embeddings", True),
+    }
+
 
 def gpt2(keys: Keys) -> Fields:
-    hidden = keys.size("n_embd", "hidden_size")
-    heads = keys.size("n_head", "num_attention_heads")
-    if hidden % heads:
-        raise keys.error("n_embd", f"a multiple of n_head={heads}")
     if keys.flag("add_cross_attention"):
         raise keys.error("add_cross_attention", "false: a decoder only")
     positions = keys.size("n_positions", "max_position_embeddings")
-    return {
-        "hidden_size": hidden,
-        "num_layers": keys.size("n_layer", "num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
-        "ffn_hidden_size": keys.size("n_inner", default=None) or 4 * hidden,
-        "vocab_size": keys.size("vocab_size"),
-        "seq_len": min(positions, DEFAULT_SEQ_LEN),
+    fields = _older_decoder(
+        keys,
+        positions,
+        hidden=("n_embd", "hidden_size"),
+        layers=("n_layer", "num_hidden_layers"),
+        heads=("n_head", "num_attention_heads"),
+    )
+    return fields | {
+        "ffn_hidden_size": keys.size("n_inner", default=None) or fields["ffn_hidden_size"],
         "max_positions": positions,
         "activation": read_activation(
             keys, "activation_function", gated=False, default="gelu_new"
         ),
-        "norm": "layernorm",
-        "tied_embeddings": keys.flag("tie_word_embeddings", True),
         "linear_bias": True,
     }
 
@@ -76,52 +105,29 @@ def gpt_neox(keys: Keys) -> Fields:
 
 
 def opt(keys: Keys) -> Fields:
-    hidden = keys.size("hidden_size")
-    heads = keys.size("num_attention_heads")
+    positions = keys.size("max_position_embeddings", default=2048)
+    fields = _older_decoder(keys, positions)
+    hidden = fields["hidden_size"]
     if keys.size("word_embed_proj_dim", default=None) not in (None, hidden):
         raise keys.error("word_embed_proj_dim", f"hidden_size ({hidden})")
     if not keys.flag("do_layer_norm_before", True):
         raise keys.error("do_layer_norm_before", "true")
-    if hidden % heads:
-        raise keys.error("hidden_size", f"a multiple of num_attention_heads={heads}")
     if keys.flag("_remove_final_layer_norm"):
         raise keys.error("_remove_final_layer_norm", "false")
-    positions = keys.size("max_position_embeddings", default=2048)
     has_weight = keys.flag("layer_norm_elementwise_affine", True)
-    return {
-        "hidden_size": hidden,
-        "num_layers": keys.size("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
+    return fields | {
         "ffn_hidden_size": keys.size("ffn_dim", default=3072),
-        "vocab_size": keys.size("vocab_size"),
-        "seq_len": min(positions, DEFAULT_SEQ_LEN),
         "max_positions": positions + 2,  # OPTLearnedPositionalEmbedding's offset
         "activation": read_activation(keys, "activation_function", gated=False, default="relu"),
         "norm": "layernorm" if has_weight else "layernorm_no_weight",
-        "tied_embeddings": keys.flag("tie_word_embeddings", True),
         "linear_bias": keys.flag("enable_bias", True),
     }
 
 
 def bloom(keys: Keys) -> Fields:
-    hidden = keys.size("hidden_size", "n_embed")
-    heads = keys.size("n_head", "num_attention_heads")
-    if hidden % heads:
-        raise keys.error("hidden_size", f"a multiple of n_head={heads}")
-    return {
-        "hidden_size": hidden,
-        "num_layers": keys.size("n_layer", "num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
-        "ffn_hidden_size": 4 * hidden,
-        "vocab_size": keys.size("vocab_size"),
-        "seq_len": min(keys.size("seq_length", default=2048), DEFAULT_SEQ_LEN),
+    positions = keys.size("seq_length", default=2048)
+    return _older_decoder(keys, positions) | {
         "activation": "gelu",
-        "norm": "layernorm",
-        "tied_embeddings": keys.flag("tie_word_embeddings", True),
         "linear_bias": True,
         "embedding_norm": True,
         "pattern": (Layer(has_rope=False),),
@@ -129,29 +135,19 @@ def bloom(keys: Keys) -> Fields:
 
 
 def falcon(keys: Keys) -> Fields:
-    hidden = keys.size("hidden_size", "n_embed")
-    heads = keys.size("num_attention_heads", "n_head")
+    fields = _older_decoder(keys, keys.size("max_position_embeddings", default=2048))
+    heads = fields["num_heads"]
     is_new = keys.flag("new_decoder_architecture")
     is_multi_query = keys.flag("multi_query", True)
     given = keys.size("num_kv_heads", "n_head_kv", default=None) or heads
-    kv_heads = given if is_new else 1 if is_multi_query else heads
     is_parallel = keys.flag("parallel_attn", True) or is_new
     num_norms = keys.size("num_ln_in_parallel_attn", default=None)
     num_norms = num_norms or (2 if is_new else 1)
-    if hidden % heads:
-        raise keys.error("hidden_size", f"a multiple of num_attention_heads={heads}")
-    return {
-        "hidden_size": hidden,
-        "num_layers": keys.size("num_hidden_layers", "n_layer"),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "ffn_hidden_size": keys.size("ffn_hidden_size", default=None) or 4 * hidden,
-        "vocab_size": keys.size("vocab_size"),
-        "seq_len": min(keys.size("max_position_embeddings", default=2048), DEFAULT_SEQ_LEN),
-        "tied_embeddings": keys.flag("tie_word_embeddings", True),
+    width = keys.size("ffn_hidden_size", default=None)
+    return fields | {
+        "num_kv_heads": given if is_new else 1 if is_multi_query else heads,
+        "ffn_hidden_size": width or fields["ffn_hidden_size"],
         "activation": read_activation(keys, "activation", gated=False, default="gelu"),
-        "norm": "layernorm",
         "norm_placement": "shared" if is_parallel and num_norms == 1 else "pre",
         "is_parallel": is_parallel,
         "linear_bias": keys.flag("bias"),
@@ -159,10 +155,27 @@ def falcon(keys: Keys) -> Fields:
     }
 
 
+def _layer_norms(keys: Keys, *, default: bool) -> Fields:
+    """Return norms of queries and keys, over a head, with biases."""
+    has_norm = keys.flag("qk_layernorm", default)
+    return {"qk_norm": has_norm, "qk_norm_kind": "layernorm" if has_norm else "head"}
+
+
+def persimmon(keys: Keys) -> Fields:
+    return (
+        decoder(keys, rotary=0.5)
+        | _layer_norms(keys, default=True)
+        | {
+            "activation": read_activation(keys, gated=False, default="relu2"),
+            "norm": "layernorm",
+            "linear_bias": True,
+        }
+    )
+
+
 def phi(keys: Keys) -> Fields:
-    if keys.flag("qk_layernorm"):
-        raise keys.error("qk_layernorm", "false")
-    return decoder(keys, rotary=0.5) | {
+    fields = decoder(keys, rotary=0.5) | _layer_norms(keys, default=False)
+    return fields | {
         "activation": read_activation(keys, gated=False, default="gelu_new"),
         "norm": "layernorm",
         "norm_placement": "shared",

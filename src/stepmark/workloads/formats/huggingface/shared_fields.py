@@ -21,7 +21,8 @@ DEFAULT_SEQ_LEN = 8192
 
 _GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "gelu_accurate")
 _GATED = {"silu": "swiglu", "swish": "swiglu", **dict.fromkeys(_GELUS, "geglu")}
-_PLAIN = {"silu": "silu", "relu": "relu", "relu2": "relu2", **dict.fromkeys(_GELUS, "gelu")}
+_SAME = {name: name for name in ("silu", "relu", "relu2", "xielu")}
+_PLAIN = {**_SAME, **dict.fromkeys(_GELUS, "gelu")}
 
 
 def read_activation(keys: Keys, *names: str, gated: bool = True, default: str = "silu") -> str:

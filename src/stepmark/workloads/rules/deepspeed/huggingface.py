@@ -62,11 +62,24 @@ def check(model: ModelConfig) -> None:
         "gates of attention": bool(model.gate),
         "sinks": model.has_sinks,
         "an indexer": model.mla is not None and model.mla.indexer is not None,
-        "gates or latent widths of experts": model.moe is not None
-        and (model.moe.shared_gate or model.moe.latent_size > 0),
-        "scaled embeddings, residuals or logits": (
-            (model.embedding_multiplier, model.residual_multiplier, model.logit_multiplier)
-            != (1, 1, 1)
+        "gates, norms or latent widths of experts": model.moe is not None
+        and (model.moe.shared_gate or model.moe.has_norms or model.moe.latent_size > 0),
+        "normed values, or values that are keys": model.v_norm
+        or any(model.of_layer(layer).shares_kv for layer in model.pattern),
+        "layer norms of queries and keys": model.qk_norm
+        and model.qk_norm_kind.startswith("layernorm"),
+        "xIELU": model.activation == "xielu",
+        "scaled layers": model.layer_scale,
+        "rotated widths of single layers": any(layer.rotary_dim for layer in model.pattern),
+        "embeddings per layer": model.per_layer_width > 0,
+        "layers that share keys and values": not all(layer.has_kv for layer in model.pattern),
+        "values of another width than keys": model.value_head_dim > 0,
+        "scaled embeddings, values, residuals or logits": any(
+            factor != 1
+            for factor in (
+                *(model.embedding_multiplier, model.value_multiplier),
+                *(model.residual_multiplier, model.logit_multiplier),
+            )
         ),
         "capped logits": model.logit_softcap > 0,
         "multi-token prediction": model.num_mtp_layers > 0,

@@ -548,13 +548,40 @@ def _pattern_refusals(model: ModelConfig) -> tuple[_Refusal, ...]:
             ("layernorm_" in model.norm, "a LayerNorm without weight or bias"),
             (model.embedding_norm, "a norm of the embedding"),
             ("lightning" in mixers, "Lightning Attention"),
+            ("conv" in mixers, "short convolutions"),
             ("attention+mamba" in mixers, "attention beside Mamba in one layer"),
-            (model.shares_kv, "values that are keys"),
+            (
+                any(model.of_layer(layer).shares_kv for layer in model.pattern),
+                "values that are keys",
+            ),
+            (model.activation == "xielu", "xIELU"),
+            (_has_other_layer_norms(model), "layer norms of queries and keys of another kind"),
+            (model.v_norm, "normed values"),
+            (model.value_head_dim > 0, "values of another width than keys"),
+            (model.value_multiplier != 1, "scaled values"),
+            (not all(layer.has_sinks for layer in model.pattern), "sinks in some layers alone"),
+            (
+                any(layer.rotary_dim for layer in model.pattern),
+                "rotated widths of single layers",
+            ),
+            (model.layer_scale, "scaled layers"),
+            (model.per_layer_width > 0, "embeddings per layer"),
+            (
+                not all(layer.has_kv for layer in model.pattern),
+                "layers that share keys and values",
+            ),
+            (model.moe is not None and model.moe.has_norms, "norms of experts"),
             (model.gate == "head", "a gate per head"),
             (model.residual_multiplier != 1, "scaled residuals"),
             (some_biases, "biases of single kinds of linear layers"),
         )
     )
+
+
+def _has_other_layer_norms(model: ModelConfig) -> bool:
+    """Return whether norms of queries and keys are not of the kind of all norms."""
+    is_own = model.qk_norm_kind == "layernorm" and model.norm != "layernorm"
+    return model.qk_norm and (is_own or model.qk_norm_kind == "layernorm_each")
 
 
 def _gradient_refusals(plan: Plan) -> tuple[_Refusal, ...]:
