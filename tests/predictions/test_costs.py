@@ -9,7 +9,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Precision, Recompute
 from stepmark.model.device import load_devices
 from stepmark.model.model import ModelConfig
-from stepmark.model.ops import Gemm, Phase
+from stepmark.model.ops import Attention, Gemm, Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.predictions.costs import (
     OperatorCosts,
@@ -213,6 +213,32 @@ def test_steps_are_combined_by_their_median() -> None:
     ]
     costs = ProfiledCosts(of_case(CASE), table(first, *others))
     assert total_s(costs, of_case(CASE)) == pytest.approx(110e-9)
+
+
+def test_windows_and_sinks_of_pytorch_run_flex_attention() -> None:
+    """Other frameworks have fused kernels for them; neither was measured as such."""
+    device = load_devices()["h200-sxm"]
+    of_pytorch = SheetCosts(device, {"compile": CompileScope.NONE})
+    of_another = SheetCosts(device)
+    sizes = {"batch": 2, "heads": 64, "kv_heads": 8, "head_dim_qk": 64, "head_dim_v": 64}
+    full = Attention(seq_q=8192, seq_kv=8192, **sizes)
+    for op in (
+        replace(full, window=1024),
+        replace(full, sinks=True),
+        replace(full, softcap=50),
+    ):
+        times = []
+        for costs in (of_pytorch, of_another):
+            cost = costs(ComputeOp(op=op, phase=Phase.FWD, module="attention.core"))
+            assert cost
+            assert cost.source is Source.RULE
+            times += cost.time_s.values()
+        assert times[0] == pytest.approx(1.168 * times[1], rel=0.01)
+    costs_of_full = [
+        costs(ComputeOp(op=full, phase=Phase.FWD, module="attention.core"))
+        for costs in (of_pytorch, of_another)
+    ]
+    assert costs_of_full[0] == costs_of_full[1]
 
 
 def test_a_cost_by_data_sheet_never_beats_it() -> None:

@@ -154,6 +154,11 @@ def test_eager_swiglu_keeps_the_result_of_silu() -> None:
     )
     added = eager.activations_bytes - fused.activations_bytes
     assert added == 8 * 2 * 2 * 2048 * 16384  # layers, bytes, tokens, width
+    clamped = stage_memories(
+        job(replace(model, activation="clamped_swiglu")), Megatron(bias_swiglu_fusion=False)
+    )[0]
+    # The clamped gate, up + 1, their product and the sigmoid.
+    assert clamped.activations_bytes - fused.activations_bytes == 4 * added
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_stages_follow() -> None:

@@ -7,7 +7,8 @@ from stepmark.cases.training import Recompute
 from stepmark.layouts.candidate import Candidate
 from stepmark.model.layers import Layer
 from stepmark.model.parallel import stage_layers
-from stepmark.workloads.rules.megatron.settings import Granularity, make_plan
+from stepmark.workloads.rules.megatron.plan import make_plan
+from stepmark.workloads.rules.megatron.settings import Granularity
 from stepmark.workloads.rules.megatron.stage_partition import partition
 from stepmark.workloads.rules.pytorch.schedules import order_of
 from stepmark.workloads.rules.pytorch.units import groups_of

@@ -40,7 +40,8 @@ from stepmark.workloads.rules.megatron.chunk import (
     plan_of,
     selected,
 )
-from stepmark.workloads.rules.megatron.settings import Granularity, Megatron, Plan, make_plan
+from stepmark.workloads.rules.megatron.plan import Plan, make_plan
+from stepmark.workloads.rules.megatron.settings import Granularity, Megatron
 from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
 
 _FP32 = DType.FP32.itemsize

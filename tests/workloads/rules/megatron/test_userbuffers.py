@@ -12,8 +12,8 @@ from stepmark.predictions.simulation import simulate
 from stepmark.step.workload import COMPUTE, Block, CommOp, ComputeOp, Operation, Stage, Workload
 from stepmark.workloads.rules.megatron import userbuffers
 from stepmark.workloads.rules.megatron.layer import leaves
+from stepmark.workloads.rules.megatron.plan import Plan, make_plan
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
-from stepmark.workloads.rules.megatron.settings import Plan, make_plan
 from stepmark.workloads.rules.megatron.steps import with_deps
 
 from .jobs import DENSE, LATENT, bus_bytes, computes, ideal_costs, make, matmul_flops

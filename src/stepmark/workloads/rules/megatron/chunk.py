@@ -43,7 +43,8 @@ from stepmark.workloads.rules.megatron.layer import (
 from stepmark.workloads.rules.megatron.layer import data as data_of
 from stepmark.workloads.rules.megatron.lora import adapted
 from stepmark.workloads.rules.megatron.narrow import Fp4Format
-from stepmark.workloads.rules.megatron.settings import Granularity, Plan
+from stepmark.workloads.rules.megatron.plan import Plan
+from stepmark.workloads.rules.megatron.settings import Granularity
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
 from stepmark.workloads.rules.megatron.steps import (
     Step,

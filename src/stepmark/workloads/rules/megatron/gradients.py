@@ -27,7 +27,7 @@ from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Operation
 from stepmark.workloads.pipeline import wait
 from stepmark.workloads.rules.megatron import narrow
 from stepmark.workloads.rules.megatron.lora import adapted
-from stepmark.workloads.rules.megatron.settings import Plan
+from stepmark.workloads.rules.megatron.plan import Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
 
 # places of parameters that belong to no layer

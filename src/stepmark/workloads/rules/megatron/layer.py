@@ -37,7 +37,8 @@ from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation
 from stepmark.workloads.job import DUAL
 from stepmark.workloads.rules.megatron import lora, narrow, userbuffers
-from stepmark.workloads.rules.megatron.settings import Balancing, CpComm, Dispatcher, Plan
+from stepmark.workloads.rules.megatron.plan import Plan
+from stepmark.workloads.rules.megatron.settings import Balancing, CpComm, Dispatcher
 from stepmark.workloads.rules.megatron.steps import Step, awaiting, of_leaf
 
 

@@ -22,7 +22,7 @@ from stepmark.model.collectives import Collective
 from stepmark.model.ops import Phase
 from stepmark.step.module import Module
 from stepmark.step.workload import Operation
-from stepmark.workloads.rules.megatron.settings import Plan
+from stepmark.workloads.rules.megatron.plan import Plan
 from stepmark.workloads.rules.megatron.steps import Step, of_leaf
 
 _FIRST = ".lora_a"

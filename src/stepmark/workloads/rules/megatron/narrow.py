@@ -26,7 +26,8 @@ from stepmark.step.workload import CommOp, ComputeOp
 from stepmark.workloads.job import refuse_first
 
 if TYPE_CHECKING:
-    from stepmark.workloads.rules.megatron.settings import Megatron, Plan
+    from stepmark.workloads.rules.megatron.plan import Plan
+    from stepmark.workloads.rules.megatron.settings import Megatron
 
 
 class Fp8Format(StrEnum):

@@ -44,7 +44,8 @@ from stepmark.workloads.rules.megatron.chunk import (
     last_backward,
 )
 from stepmark.workloads.rules.megatron.gradients import StageParams
-from stepmark.workloads.rules.megatron.settings import Megatron, Plan, make_plan
+from stepmark.workloads.rules.megatron.plan import Plan, make_plan
+from stepmark.workloads.rules.megatron.settings import Megatron
 from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
 from stepmark.workloads.rules.megatron.steps import with_deps
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from stepmark.ground.errors import ConfigError
 from stepmark.workloads.rules.megatron.pipeline_layout import sizes_of, written
-from stepmark.workloads.rules.megatron.settings import Megatron, Plan
+from stepmark.workloads.rules.megatron.plan import Plan
+from stepmark.workloads.rules.megatron.settings import Megatron
 
 _FIRST = "decoder_first_pipeline_num_layers"
 _LAST = "decoder_last_pipeline_num_layers"

@@ -24,7 +24,7 @@ from stepmark.model.collectives import Collective
 from stepmark.model.ops import Gemm, Phase
 from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Operation
-from stepmark.workloads.rules.megatron.settings import Plan
+from stepmark.workloads.rules.megatron.plan import Plan
 from stepmark.workloads.rules.megatron.steps import awaiting
 
 NUM_SPLITS = 4  # num_splits of the method pipeline
