@@ -395,6 +395,11 @@ CASES: dict[str, Case] = {
         microbatches=4,
         settings={**VPP2, **SHARDED},
     ),
+    "mtp-pp2-alone": Case(
+        model=predicting(LLAMA),
+        mesh={**PP2, **DP2},
+        settings={**BOTH, "pipeline_model_parallel_layout": "Ett|mL"},
+    ),
     "mtp-latent-pp2": Case(
         model=predicting(deep(LATENT, 4)), mesh={"pp": 2, **EP2}, settings=SHARDED
     ),

@@ -5,7 +5,7 @@ parts that only TransformerEngine has.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,11 +163,15 @@ def _experts(job: Job, settings: Megatron) -> dict[str, Any]:
 
 def _block(job: Job, config: Any, chunk: int | None) -> TransformerBlockSubmodules:
     """Return the layers of a model chunk."""
-    moe = job.model.moe
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)
+    return _layers(job, config, range(first, first + count))
+
+
+def _layers(job: Job, config: Any, layers: Iterable[int]) -> TransformerBlockSubmodules:
+    moe = job.model.moe
     specs = []
-    for layer in range(first, first + count):
+    for layer in layers:
         has_experts = moe is not None and layer >= moe.first_dense_layers
         spec = gpt_layer_specs.get_gpt_layer_local_spec(
             num_experts=moe.num_experts if moe and has_experts else None,
@@ -194,10 +198,13 @@ def _block(job: Job, config: Any, chunk: int | None) -> TransformerBlockSubmodul
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 
 
-def _predictors(config: Any, block: TransformerBlockSubmodules, chunk: int | None) -> Any:
+def _predictors(job: Job, config: Any, chunk: int | None) -> Any:
     """Return the modules of multi-token prediction of a model chunk; None: it has none."""
     spec = gpt_layer_specs.get_gpt_mtp_block_spec(
-        config, block, use_transformer_engine=False, vp_stage=chunk
+        config,
+        _layers(job, config, [job.model.num_layers - 1]),
+        use_transformer_engine=False,
+        vp_stage=chunk,
     )
     for layer in spec.layer_specs if spec else ():
         inner = layer.submodules
@@ -350,11 +357,10 @@ def build(job: Job, settings: Megatron, recorder: Recorder) -> Trainee:
 def _wrapped(job: Job, settings: Megatron, config: Any, chunk: int | None) -> Any:
     """Return a model chunk wrapped in DDP."""
     ends: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
-    block = _block(job, config, chunk)
-    predictors = _predictors(config, block, chunk) if job.model.num_mtp_layers else None
+    predictors = _predictors(job, config, chunk) if job.model.num_mtp_layers else None
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block,
+        transformer_layer_spec=_block(job, config, chunk),
         mtp_block_spec=predictors,
         vocab_size=job.model.vocab_size,
         max_sequence_length=job.model.max_positions or job.model.seq_len,

@@ -219,8 +219,10 @@ class _Layers:
         head = 0
         if chunk.has_embedding and plan.kernels.dropout_of_rows:
             saved += self.rows // size  # the mask, a byte an element
+        if chunk.has_norm:
+            saved += self.rows
         if chunk.has_head:
-            saved += 2 * self.rows  # inputs of the last norm and of the head
+            saved += self.rows  # input of the head
             logits = plan.tokens * plan.model.vocab_size // plan.tp
             of_logit = size + (_FP32 if size < _FP32 else 0) + self.others.logit_bytes
             of_logit += size if plan.model.logit_softcap else 0  # the tangent's result

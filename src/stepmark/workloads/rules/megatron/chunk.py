@@ -295,12 +295,17 @@ def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     ]
     segments += layers[: chunk.num_layers]
     segments += _amax(library, chunk, Phase.FWD)
-    if chunk.num_mtp:
+    if _has_norm_apart(plan, chunk):
         segments.append(Segment(block="norm.forward", places=(NORM,)))
-        segments += layers[chunk.num_layers :]
+    segments += layers[chunk.num_layers :]
     if chunk.has_head:
         segments.append(Segment(block="head.forward", places=(HEAD,)))
     return segments
+
+
+def _has_norm_apart(plan: Plan, chunk: Chunk) -> bool:
+    """Return whether a chunk has the last norm, and that not in one block with the head."""
+    return chunk.has_norm and plan.model.num_mtp_layers > 0
 
 
 def places_of(chunk: Chunk, place: int) -> tuple[int, ...]:
@@ -351,7 +356,7 @@ def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
         block = _together(library, group) if recomputed else f"{group[0].name}.backward"
         places = tuple(range(first, first + step))
         segments.append(Segment(block=block, layer=chunk.first_layer + first, places=places))
-    if chunk.num_mtp:
+    if _has_norm_apart(library.plan, chunk):
         segments.append(Segment(block="norm.backward", places=(NORM,)))
     # Each is a checkpoint of its own; "block" skips them (_checkpointed_forward).
     block = f"mtp.{'full' if uniform else 'backward'}"

@@ -163,8 +163,8 @@ def chunk_params(
     ]
     num_before = sum(len(of_layer[kind]) for kind in kinds[: chunk.num_layers])
     params += layers[:num_before]
-    if chunk.has_head:
-        place = NORM if chunk.num_mtp else HEAD
+    if chunk.has_norm:
+        place = NORM if model.num_mtp_layers else HEAD
         params += [replace(param, place=place) for param in _params(plan, norm)]
     params += layers[num_before:]
     if chunk.has_head and (shared or not model.tied_embeddings):

@@ -23,14 +23,16 @@ _LAST = "decoder_last_pipeline_num_layers"
 class Chunk:
     """Consecutive layers, with the embedding before or the head after them.
 
-    num_mtp: modules of multi-token prediction, which are with the head and are counted on
-    behind the last layer.
+    has_norm: the last norm, which is with the head, or in models with multi-token prediction
+    behind the last layer (has_final_layernorm_in_this_stage). num_mtp: modules of multi-token
+    prediction, which are with the head and are counted on behind the last layer.
     """
 
     first_layer: int
     num_layers: int
     has_embedding: bool
     has_head: bool
+    has_norm: bool
     num_mtp: int = 0
 
     @property
@@ -136,16 +138,20 @@ def _numbered(sizes: list[list[int]], num_mtp: int) -> tuple[tuple[Chunk, ...], 
     """
     pp = len(sizes)
     chunks = len(sizes[0])
+    total = sum(map(sum, sizes))
     stages: list[list[Chunk]] = [[] for _ in range(pp)]
     layer = 0
     for number in range(chunks):
         for stage in range(pp):
             is_last = stage == pp - 1 and number == chunks - 1
+            size = sizes[stage][number]
+            has_last_layer = size > 0 and layer + size == total
             chunk = Chunk(
                 first_layer=layer,
-                num_layers=sizes[stage][number],
+                num_layers=size,
                 has_embedding=stage == 0 and number == 0,
                 has_head=is_last,
+                has_norm=has_last_layer if num_mtp else is_last,
                 num_mtp=num_mtp if is_last else 0,
             )
             stages[stage].append(chunk)
