@@ -99,7 +99,8 @@ _SETTINGS = {
         option="create_attention_mask_in_dataloader", values=OFF
     ),
     "cp-comm-type": Entry(
-        option="cp_comm_type", values={"p2p": "p2p", "all_gather": "all_gather"}
+        option="cp_comm_type",
+        values={"p2p": "p2p", "all_gather": "all_gather", "a2a": "a2a"},
     ),
     "moe-token-dispatcher-type": Entry(
         option="moe_token_dispatcher_type",

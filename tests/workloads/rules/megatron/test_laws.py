@@ -13,7 +13,7 @@ from hypothesis import given
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.collectives import Collective
 from stepmark.model.model import ModelConfig
-from stepmark.model.ops import Gemm, GroupedGemm, Norm, Phase
+from stepmark.model.ops import Attention, Gemm, GroupedGemm, Norm, Phase
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
 from stepmark.workloads.formats.ranks import disagreements
 from stepmark.workloads.job import Job
@@ -424,9 +424,32 @@ def test_a_ring_sends_what_gathering_keys_and_values_sends(cp: int) -> None:
 
     own = job.tokens * 2 * job.model.num_kv_heads * job.model.head_dim * 2
     forward = own * (cp - 1) * job.model.num_layers * job.num_microbatches
-    for kind in CpComm:
+    for kind in (CpComm.P2P, CpComm.ALL_GATHER):
         assert bus(kind, Phase.FWD) == forward
         assert bus(kind, Phase.BWD) == 2 * forward
+    # Heads: queries, keys, values and the result, of which a rank keeps its share.
+    heads = 2 * job.model.num_heads + 2 * job.model.num_kv_heads
+    moved = job.tokens * heads * job.model.head_dim * 2 * (cp - 1) / cp
+    moved *= job.model.num_layers * job.num_microbatches
+    for phase in (Phase.FWD, Phase.BWD):
+        assert bus(CpComm.A2A, phase) == moved
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_attention_computes_as_much_whatever_ranks_of_cp_exchange(cp: int) -> None:
+    job = make(cp=cp)
+    by_kind = {
+        kind: sum(
+            op.op.flops
+            for op in computes(workload(job, Megatron(cp_comm_type=kind)), 0)
+            if isinstance(op.op, Attention)
+        )
+        for kind in CpComm
+    }
+    assert len(set(by_kind.values())) == 1, by_kind
+    ops = (op.op for op in computes(workload(make(), Megatron()), 0))
+    alone = sum(op.flops for op in ops if isinstance(op, Attention))
+    assert by_kind[CpComm.A2A] * cp == alone
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

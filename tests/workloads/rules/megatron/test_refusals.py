@@ -36,6 +36,14 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
     (replace(PREDICTING, max_positions=64), {}, {}, "max_positions.*rotary.*multi-token"),
     (replace(PREDICTING, tied_embeddings=True), {"pp": 2}, {}, "pp.*tied embeddings"),
     (PREDICTING, {"cp": 2}, {}, "cp.*multi-token.*not modelled"),
+    (LATENT, {"cp": 2}, {"cp_comm_type": CpComm.A2A}, "cp_comm_type a2a.*narrower than keys"),
+    (LATENT, {"cp": 2}, {"cp_comm_type": CpComm.ALL_GATHER}, "all_gather.*narrower than keys"),
+    (
+        replace(DENSE, num_kv_heads=2),
+        {"cp": 4},
+        {"cp_comm_type": CpComm.A2A},
+        r"cp 4 .*divisor of a rank's heads \(8\) and kv_heads \(2\)",
+    ),
     (
         PREDICTING,
         {},

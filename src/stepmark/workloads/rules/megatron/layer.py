@@ -5,12 +5,9 @@ Linear layers, embedding and head under tensor and sequence parallelism. Source:
 LinearWithGradAccumulationAndAsyncCommunication, VocabParallelEmbedding),
 tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py. Attention, grouped queries or
 latent: transformer/attention.py and multi_latent_attention.py, the latter with
-TransformerEngine's down projections, which are not divided over tp. Context parallelism:
-TransformerEngine, pytorch/attention/dot_product_attention/context_parallel.py
-(AttnFuncWithCPAndKVP2P, AttnFuncWithCPAndKVAllGather).
-
+TransformerEngine's down projections, which are not divided over tp.
 Compared with a run of Megatron-LM (tests/data/megatron), latent attention with a stand-in for
-those down projections. The messages of context parallelism were only read.
+those down projections.
 
 Experts, and the exchange of rows with their ranks: transformer/moe/moe_layer.py, router.py,
 experts.py, shared_experts.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher,
@@ -26,19 +23,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.layers import Layer, MoeConfig
-from stepmark.model.ops import Attention, Phase
+from stepmark.model.ops import Phase
 from stepmark.step.kernel_choice import CORE, memory_kernel
 from stepmark.step.layout import is_cast
 from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation
 from stepmark.workloads.job import DUAL
 from stepmark.workloads.rules.megatron import lora, narrow, userbuffers
+from stepmark.workloads.rules.megatron.context_parallel import core
 from stepmark.workloads.rules.megatron.plan import Plan
-from stepmark.workloads.rules.megatron.settings import Balancing, CpComm, Dispatcher
+from stepmark.workloads.rules.megatron.settings import Balancing, Dispatcher
 from stepmark.workloads.rules.megatron.steps import Step, awaiting, of_leaf
 
 
@@ -62,7 +59,7 @@ def _in_order(plan: Plan, parts: Mapping[str, Module]) -> Iterator[Step]:
         if lora.adapted(role) != role:
             continue  # they come with their layer
         if role in CORE:
-            yield _core(plan, leaf)
+            yield core(plan, leaf)
         elif not leaf.is_linear or leaf.params[0].is_partial:
             yield of_leaf(leaf)
         else:
@@ -351,75 +348,6 @@ def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
     else:
         yield column(plan, parts["q"], plan.model.hidden_size)
     yield column(plan, parts["kv_up"], mla.kv_lora_rank)
-
-
-def _core(plan: Plan, leaf: Module) -> Step:
-    """Return the attention core, with the exchange of keys and values over cp."""
-    cp = plan.size("cp")
-    if cp == 1:
-        return of_leaf(leaf)
-    heads = plan.model.num_heads // plan.tp if plan.model.mla else plan.tree.kv_heads
-    local_size = plan.tokens * heads
-    widths = (plan.model.d_qk, plan.model.d_v)
-    if plan.settings.cp_comm_type is CpComm.ALL_GATHER:
-        return _gathered(plan, leaf, [local_size * width for width in widths])
-    return _ring(plan, leaf, local_size * sum(widths))
-
-
-def _gathered(plan: Plan, leaf: Module, sizes: list[int]) -> Step:
-    """Gather keys and values, again in the backward pass; scatter their gradients."""
-    cp = plan.size("cp")
-
-    def both(kind: Collective, phase: Phase) -> tuple[CommOp, ...]:
-        return tuple(
-            op
-            for elements in sizes
-            for op in plan.inside(kind, cp * elements, "cp", phase, leaf.role)
-        )
-
-    return Step(
-        module=leaf.role,
-        fwd=(*both(Collective.ALL_GATHER, Phase.FWD), *leaf.fwd),
-        bwd=(
-            *both(Collective.ALL_GATHER, Phase.BWD),
-            *leaf.bwd,
-            *both(Collective.REDUCE_SCATTER, Phase.BWD),
-        ),
-    )
-
-
-def _ring(plan: Plan, leaf: Module, local_size: int) -> Step:
-    """Pass keys and values round a ring during the attention to the previous ones.
-
-    The backward pass sends their gradients one step later: cp messages, the first without
-    gradients, the last with nothing else. Steps are assumed to be equally long; their sum is
-    exact.
-    """
-    cp = plan.size("cp")
-    name = "kv"
-
-    def pass_on(elements: int, phase: Phase) -> tuple[CommOp, ...]:
-        message = (elements, "cp", phase, leaf.role)
-        sent = plan.inside(SEND, *message, peer=1, stream="cp")
-        received = plan.inside(RECV, *message, peer=-1, fused=True, stream="cp", name=name)
-        return (*sent, *received)
-
-    fwd: list[Operation] = []
-    bwd: list[Operation] = []
-    for index in range(cp):
-        moves = index < cp - 1
-        if moves:
-            fwd += pass_on(local_size, Phase.FWD)
-        received = f"{name}~1" if moves else name
-        fwd += [_piece(op, cp, (received,) if index else ()) for op in leaf.fwd]
-        bwd += pass_on(2 * local_size if 0 < index < cp - 1 else local_size, Phase.BWD)
-        bwd += [_piece(op, cp, (f"{name}~1",) if index else ()) for op in leaf.bwd]
-    return Step(module=leaf.role, fwd=tuple(fwd), bwd=tuple(bwd), pending=name)
-
-
-def _piece(op: ComputeOp, cp: int, after: tuple[str, ...]) -> ComputeOp:
-    assert isinstance(op.op, Attention)
-    return replace(op, op=replace(op.op, seq_kv=op.op.seq_kv // cp), after=after)
 
 
 _Pair = tuple[tuple[Operation, ...], tuple[Operation, ...]]

@@ -9,6 +9,7 @@ from stepmark.workloads.rules.megatron.narrow import Fp8Format, Fp8Recipe
 from stepmark.workloads.rules.megatron.settings import (
     STORED_SCORES,
     AttentionBackend,
+    CpComm,
     Dispatcher,
     Granularity,
 )
@@ -175,7 +176,23 @@ def _technique_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
         *_lora_refusals(plan),
         *_combined_refusals(plan),
         *_mtp_refusals(plan),
+        *_exchange_refusals(plan),
     )
+
+
+def _exchange_refusals(plan: "Plan") -> Iterator[_Refusal]:
+    """Yield what TransformerEngine refuses with cp (attn_forward_func_with_cp)."""
+    cp = plan.job.parallel.cp
+    kind = plan.settings.cp_comm_type
+    if cp == 1 or kind is CpComm.P2P:
+        return
+    model = plan.model
+    if model.d_qk != model.d_v:
+        yield True, "cp_comm_type", kind, "p2p where values are narrower than keys"
+    heads, kv_heads = model.num_heads // plan.tp, plan.tree.kv_heads
+    if kind is CpComm.A2A and (heads % cp or kv_heads % cp):
+        rule = f"a divisor of a rank's heads ({heads}) and kv_heads ({kv_heads}) with a2a"
+        yield True, "cp", cp, rule
 
 
 def _mtp_refusals(plan: "Plan") -> tuple[_Refusal, ...]:

@@ -25,10 +25,11 @@ class Dispatcher(StrEnum):
 
 
 class CpComm(StrEnum):
-    """Exchange of keys and values among context-parallel ranks."""
+    """Exchange of keys and values, or of heads, among context-parallel ranks."""
 
     P2P = "p2p"
     ALL_GATHER = "all_gather"
+    A2A = "a2a"  # of heads, as Ulysses
 
 
 class Granularity(StrEnum):
@@ -141,7 +142,9 @@ class Megatron:
     pipeline_model_parallel_layout: str = setting(
         "", "layers of each chunk, such as 'Et*4|(t*4|)*14,tL'; gives vpp, too"
     )
-    cp_comm_type: CpComm = setting(CpComm.P2P, "keys and values: p2p (ring) or all_gather")
+    cp_comm_type: CpComm = setting(
+        CpComm.P2P, "keys and values: p2p (ring) or all_gather; heads: a2a (Ulysses)"
+    )
     expert_tensor_parallel_size: int | None = setting(
         None, "tensor parallelism of experts [tp]"
     )

@@ -1,0 +1,143 @@
+"""Attention under context parallelism: what the ranks of cp exchange, and what each computes.
+
+Source: TransformerEngine 2.9, pytorch/attention/dot_product_attention/context_parallel.py
+(AttnFuncWithCPAndKVP2P, AttnFuncWithCPAndKVAllGather, AttnFuncWithCPAndQKVOA2A), only read.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from stepmark.cases.message import RECV, SEND
+from stepmark.model.collectives import Collective
+from stepmark.model.ops import Attention, Phase
+from stepmark.step.kernel_choice import memory_kernel
+from stepmark.step.module import Module
+from stepmark.step.workload import CommOp, ComputeOp, Operation
+from stepmark.workloads.rules.megatron.plan import Plan
+from stepmark.workloads.rules.megatron.settings import CpComm
+from stepmark.workloads.rules.megatron.steps import Step, of_leaf
+
+
+def core(plan: Plan, leaf: Module) -> Step:
+    """Return the attention core, with the exchange of keys and values over cp."""
+    cp = plan.size("cp")
+    if cp == 1:
+        return of_leaf(leaf)
+    heads = plan.model.num_heads // plan.tp if plan.model.mla else plan.tree.kv_heads
+    local_size = plan.tokens * heads
+    widths = (plan.model.d_qk, plan.model.d_v)
+    match plan.settings.cp_comm_type:
+        case CpComm.A2A:
+            return _by_heads(plan, leaf, [local_size * width for width in widths])
+        case CpComm.ALL_GATHER:
+            return _gathered(plan, leaf, [local_size * width for width in widths])
+    return _ring(plan, leaf, local_size * sum(widths))
+
+
+def _gathered(plan: Plan, leaf: Module, sizes: list[int]) -> Step:
+    """Gather keys and values, again in the backward pass; scatter their gradients."""
+    cp = plan.size("cp")
+
+    def both(kind: Collective, phase: Phase) -> tuple[CommOp, ...]:
+        return tuple(
+            op
+            for elements in sizes
+            for op in plan.inside(kind, cp * elements, "cp", phase, leaf.role)
+        )
+
+    return Step(
+        module=leaf.role,
+        fwd=(*both(Collective.ALL_GATHER, Phase.FWD), *leaf.fwd),
+        bwd=(
+            *both(Collective.ALL_GATHER, Phase.BWD),
+            *leaf.bwd,
+            *both(Collective.REDUCE_SCATTER, Phase.BWD),
+        ),
+    )
+
+
+def _ring(plan: Plan, leaf: Module, local_size: int) -> Step:
+    """Pass keys and values round a ring during the attention to the previous ones.
+
+    The backward pass sends their gradients one step later: cp messages, the first without
+    gradients, the last with nothing else. Steps are assumed to be equally long; their sum is
+    exact.
+    """
+    cp = plan.size("cp")
+    name = "kv"
+
+    def pass_on(elements: int, phase: Phase) -> tuple[CommOp, ...]:
+        message = (elements, "cp", phase, leaf.role)
+        sent = plan.inside(SEND, *message, peer=1, stream="cp")
+        received = plan.inside(RECV, *message, peer=-1, fused=True, stream="cp", name=name)
+        return (*sent, *received)
+
+    fwd: list[Operation] = []
+    bwd: list[Operation] = []
+    for index in range(cp):
+        moves = index < cp - 1
+        if moves:
+            fwd += pass_on(local_size, Phase.FWD)
+        received = f"{name}~1" if moves else name
+        fwd += [_piece(op, cp, (received,) if index else ()) for op in leaf.fwd]
+        bwd += pass_on(2 * local_size if 0 < index < cp - 1 else local_size, Phase.BWD)
+        bwd += [_piece(op, cp, (f"{name}~1",) if index else ()) for op in leaf.bwd]
+    return Step(module=leaf.role, fwd=tuple(fwd), bwd=tuple(bwd), pending=name)
+
+
+def _piece(op: ComputeOp, cp: int, after: tuple[str, ...]) -> ComputeOp:
+    assert isinstance(op.op, Attention)
+    return replace(op, op=replace(op.op, seq_kv=op.op.seq_kv // cp), after=after)
+
+
+def _by_heads(plan: Plan, leaf: Module, sizes: list[int]) -> Step:
+    """Exchange parts of all heads for whole sequences of some, and back (Ulysses).
+
+    arXiv:2309.14509; TransformerEngine, AttnFuncWithCPAndQKVOA2A: queries, keys and values,
+    then the result; backward its gradient, then theirs. Each is copied before its exchange and
+    after it (flash_attn_a2a_communicate). sizes: elements of keys and of values.
+    """
+    model = plan.model
+    heads = model.num_heads // plan.tp
+    queries, result = (plan.tokens * heads * width for width in (model.d_qk, model.d_v))
+    inside = (queries, *sizes)
+
+    def exchanged(parts: Iterable[int], phase: Phase) -> Iterator[Operation]:
+        for elements in parts:
+            copy = memory_kernel("reorder", 2 * elements * plan.job.dtype.itemsize)
+            moved = ComputeOp(op=copy, phase=phase, module=leaf.role, layer=0, microbatch=0)
+            yield moved
+            yield from plan.inside(Collective.ALL_TO_ALL, elements, "cp", phase, leaf.role)
+            yield moved
+
+    return Step(
+        module=leaf.role,
+        fwd=(
+            *exchanged(inside, Phase.FWD),
+            *(_of_heads(op, plan) for op in leaf.fwd),
+            *exchanged([result], Phase.FWD),
+        ),
+        bwd=(
+            *exchanged([result], Phase.BWD),
+            *(_of_heads(op, plan) for op in leaf.bwd),
+            *exchanged(inside, Phase.BWD),
+        ),
+    )
+
+
+def _of_heads(op: ComputeOp, plan: Plan) -> ComputeOp:
+    """Return attention over whole sequences by a rank's share of the heads."""
+    core = op.op
+    if not isinstance(core, Attention):
+        return op
+    cp = plan.size("cp")
+    length = plan.model.seq_len
+    whole = replace(
+        core,
+        seq_q=length,
+        seq_kv=length,
+        heads=core.heads // cp,
+        kv_heads=core.kv_heads // cp,
+        causal=True,
+    )
+    return replace(op, op=whole)
