@@ -335,3 +335,9 @@ def test_moe_contradictions(changes: dict[str, object], named: str) -> None:
 def test_models_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         find_model("llama-2-7b").hidden_size = 1
+
+
+def test_multi_token_prediction_needs_a_last_layer_of_both_parts() -> None:
+    with pytest.raises(ConfigError, match=r"num_mtp_layers 1 .* lacks attention or an FFN"):
+        replace(find_model("nemotron-h-56b"), num_mtp_layers=1)
+    assert replace(find_model("llama-3.1-8b"), num_mtp_layers=1).num_mtp_layers == 1

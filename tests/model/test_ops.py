@@ -327,6 +327,8 @@ def _no_result_type(op: Op) -> dict[str, Any]:
         (Activation(tokens=10, width=4), 3 * 40 * 2),
         (Activation(tokens=10, width=4, phase=Phase.BWD), 5 * 40 * 2),
         (Activation(tokens=10, width=4, kind="gelu"), 2 * 40 * 2),
+        (Activation(tokens=10, width=4, kind="xielu"), 2 * 40 * 2),
+        (Activation(tokens=10, width=4, kind="clamped_swiglu"), 3 * 40 * 2),
         (CrossEntropy(tokens=10, vocab=4), 40 * 2),
         (Optimizer(num_params=100), 28 * 100),
         (Optimizer(num_params=100, kind="sgd"), 12 * 100),

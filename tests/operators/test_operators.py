@@ -1,5 +1,7 @@
 """Every operator against a reference, on CPU; and every check against a corrupted result."""
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -468,3 +470,15 @@ def test_a_compiled_backward_pass_matches_and_compiles_once_for_all_sets() -> No
         call.run()
         assert call.verify().num_wrong == 0
     assert elementwise.compiled.cache_info().hits >= 1
+
+
+def test_gpt_oss_activation_is_that_of_its_paper() -> None:
+    """Values beyond the limit as well (arXiv:2508.10925; modeling_gpt_oss.py)."""
+    x = torch.linspace(-20, 20, 64, dtype=torch.float64).reshape(4, 16)
+    gate, up = x[:, :8], x.flip(0)[:, :8]
+    made = elementwise.clamped_swiglu(torch.cat((gate, up), dim=1))
+    for row, column in itertools.product(range(4), range(8)):
+        g = min(float(gate[row, column]), 7.0)
+        u = max(-7.0, min(float(up[row, column]), 7.0))
+        expected = (u + 1) * g / (1 + math.exp(-1.702 * g))
+        assert float(made[row, column]) == pytest.approx(expected, rel=1e-12)

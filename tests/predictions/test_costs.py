@@ -239,6 +239,14 @@ def test_windows_and_sinks_of_pytorch_run_flex_attention() -> None:
         for costs in (of_pytorch, of_another)
     ]
     assert costs_of_full[0] == costs_of_full[1]
+    # Keys that the indexer of latent attention chooses are no window.
+    latent = {"heads": 64, "kv_heads": 64, "head_dim_qk": 192, "head_dim_v": 128, "batch": 2}
+    chosen = Attention(seq_q=8192, seq_kv=8192, window=2048, **latent)
+    costs_of_chosen = [
+        costs(ComputeOp(op=chosen, phase=Phase.FWD, module="attention.core"))
+        for costs in (of_pytorch, of_another)
+    ]
+    assert costs_of_chosen[0] == costs_of_chosen[1]
 
 
 def test_a_cost_by_data_sheet_never_beats_it() -> None:

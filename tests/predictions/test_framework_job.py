@@ -87,3 +87,17 @@ def test_tensor_parallelism_across_hosts_is_slower_than_inside(tmp_path: Path) -
         return seconds
 
     assert step_s(16, 4) > 1.1 * step_s(8, 8)
+
+
+def test_multi_token_prediction_is_told_and_its_stage_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The last stage has it, wherever its memory stands among the stages'."""
+    words = "predict llama-3.1-8b --framework megatron --nproc 8 --pp 8 --mbs 4 --gbs 64"
+    more = "--seq-len 8192 --num-mtp-layers 1 --device h100-sxm"
+    assert status([*words.split(), *more.split()]) == 0
+    out = capsys.readouterr().out
+    assert "1 module of multi-token prediction, with" in out
+    table = out[out.index("total") :].splitlines()
+    assert any(line.startswith("7 ") for line in table[1:6])
+    assert "memory of 5 of 8 stages" in out

@@ -164,8 +164,9 @@ def patterns(draw: Any) -> ModelConfig:
         embedding_multiplier=one(1.0, 8.0),
         embedding_norm=draw(st.booleans()),
         residual_multiplier=one(1.0, 0.2),
-        num_mtp_layers=one(0, 0, 1, 2),
     )
+    if model.mtp_layer.mixer and model.mtp_layer.ffn:
+        model = replace(model, num_mtp_layers=one(0, 0, 1, 2))
     if draw(st.integers(0, 4)):
         return replace(model, **one({}, {}, later_inputs(model), DENSE_ALONE))
     return replace(
@@ -187,15 +188,16 @@ DENSE_ALONE = {
     "activation": "xielu",
     "pattern": (Layer(), Layer(mixer="", ffn="dense")),
     "biases": ("mlp",),
+    "num_mtp_layers": 0,
 }
 
 
 def later_inputs(model: ModelConfig) -> dict[str, Any]:
     """Return Gemma 4's embedding per layer, and layers with keys of the first half's."""
     shared = (replace(layer, has_kv=False) for layer in model.pattern)
-    is_possible = model.is_gated and not model.num_mtp_layers
     return {
-        "per_layer_width": 16 if is_possible else 0,
+        "per_layer_width": 16 if model.is_gated else 0,
+        "num_mtp_layers": 0,
         "pattern": (*model.pattern, *shared),
         "num_layers": model.num_layers + len(model.pattern),
     }

@@ -46,6 +46,7 @@ _BF16 = "bf16"
 # tuned 0.58 (AMD-AGI/TraceLens 171dd747, AMD-AGI/Primus fd1eeabb).
 _SHARE = 0.45
 _ATTENTION_SHARE = 0.3
+_MOST_WIDTH = 256  # of heads that were measured
 # Rows of operands that begin between two multiples of 16 bytes: cuBLAS then takes 4.6 to 6.9
 # times as long on an H200 (vocabulary of 50257; results/h200-operators.tar.gz).
 _UNALIGNED = 4.7
@@ -169,7 +170,9 @@ class KernelTimes:
             return self._scan_time(op, style)
         else:
             return self._memory_time(op, style)
-        is_rule = isinstance(op, Attention) and bool(op.window or op.sinks or op.softcap)
+        is_rule = isinstance(op, Attention) and (
+            bool(op.window or op.sinks or op.softcap) or op.head_dim_qk > _MOST_WIDTH
+        )
         basis = Basis.LIKE if is_rule else self._basis_of(op.dtype)
         return None if time_s is None else KernelTime(time_s, basis)
 
@@ -272,7 +275,8 @@ class KernelTimes:
         if share is None:
             share = self.shares["kernel", "", "fwd", Style.FUSED]
         time_s = op.bytes_moved / (bandwidth * share * self.memory)
-        return KernelTime(time_s, Basis.LIKE if self.memory != 1.0 else self.basis)
+        is_rule = self.memory != 1.0 or getattr(op, "kind", "") == "xielu"
+        return KernelTime(time_s, Basis.LIKE if is_rule else self.basis)
 
 
 def kernel_times(device: DeviceSpec) -> KernelTimes:

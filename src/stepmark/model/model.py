@@ -134,7 +134,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._check_fields()
-        for name, value, is_valid, allowed in (*self._width_rules(), *self._layer_rules()):
+        rules = (*self._width_rules(), *self._layer_rules(), *self._mtp_rules())
+        for name, value, is_valid, allowed in rules:
             if not is_valid:
                 raise ConfigError(name, value, allowed)
 
@@ -175,6 +176,12 @@ class ModelConfig:
             yield name, value, not (mla and value), "false with mla"
         width = self.value_head_dim
         yield "value_head_dim", width, not (mla and width), "0 with mla"
+
+    def _mtp_rules(self) -> Iterator[_Rule]:
+        last = self.mtp_layer
+        is_valid = not self.num_mtp_layers or bool(last.mixer and last.ffn)
+        allowed = "0: its layer is like the last one, which lacks attention or an FFN"
+        yield "num_mtp_layers", self.num_mtp_layers, is_valid, allowed
 
     def _layer_rules(self) -> Iterator[_Rule]:
         moe = self.moe

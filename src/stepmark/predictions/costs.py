@@ -247,6 +247,15 @@ class OperatorCosts:
         return OpCost(time_s={work_of_op(op): time_s}, source=Source.OPERATOR)
 
 
+def needs_flex(op: Attention) -> bool:
+    """Return whether attention has a mask or scores that torch's other kernels lack.
+
+    A window of latent attention stands for the keys that an indexer chooses.
+    """
+    is_latent = op.heads == op.kv_heads and op.head_dim_qk != op.head_dim_v
+    return bool((op.window and not is_latent) or op.sinks or op.softcap)
+
+
 @dataclass(frozen=True, slots=True)
 class SheetCosts:
     """Costs by data sheet: of operators that were measured on the device, or on its like.
@@ -261,10 +270,8 @@ class SheetCosts:
     def __call__(self, op: ComputeOp) -> OpCost | None:
         backend = self.settings.get("attention_backend")
         kernel = next((own for own in AttentionKernel if own == backend), AttentionKernel.AUTO)
-        is_plain = not isinstance(op.op, Attention) or not (
-            op.op.window or op.op.sinks or op.op.softcap
-        )
-        if "compile" in self.settings and not is_plain:  # as `stepmark train` computes it
+        is_attention = isinstance(op.op, Attention) and needs_flex(op.op)
+        if "compile" in self.settings and is_attention:  # as `stepmark train` computes it
             kernel = AttentionKernel.FLEX
         time = kernel_times(self.device).time_of(op.op, self._style_of(op), kernel)
         if time is None:

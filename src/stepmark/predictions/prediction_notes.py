@@ -1,6 +1,7 @@
 """What to say about a prediction: how far it is to be trusted."""
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 from stepmark.efficiency.kernel_times import kernel_times
 from stepmark.ground.dtypes import DType
@@ -21,6 +22,13 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     yield from file.gaps if file else ()
     unmodelled = workload.model.unmodelled if workload.model else ()
     yield from unmodelled
+    if workload.model and (count := workload.model.num_mtp_layers):
+        plain = replace(workload.model, num_mtp_layers=0).num_active_matmul_params
+        share = 1 - plain / workload.model.num_active_matmul_params
+        yield (
+            f"{count} module{'s' * (count > 1)} of multi-token prediction, with"
+            f" {100 * share:.3g} % of the weights that a token meets: FLOPs and MFU count them"
+        )
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)
     yield from (f"of the file: {note}" for note in of_file if note not in unmodelled)
     yield from _unknown_notes(prediction.unknown)

@@ -187,9 +187,12 @@ def memory_lines(document: Mapping[str, Any]) -> Iterator[str]:
     memory = document["memory"]
     if not memory or not memory["stages"]:
         return
+    shown = memory["stages"][:_MOST_STAGES]
+    last = max(memory["stages"], key=lambda row: row["stage"])
+    shown = [*shown, *([] if last in shown else [last])]  # with the head, whatever its place
     rows = [
         {"stage": row["stage"], "total": sum(row.values()) - row["stage"], **row}
-        for row in memory["stages"][:_MOST_STAGES]
+        for row in shown
     ]
     kinds = [name for name in rows[0] if name != "stage" and any(row[name] for row in rows)]
     columns = [given(name, BYTES) for name in kinds]

@@ -526,16 +526,17 @@ class TreeBuilder:
         """kept_width: per token over all tp ranks.
 
         Eager SwiGLU keeps silu(gate), too; gpt-oss's the clamped gate, up + 1, their product
-        and the sigmoid.
+        and the sigmoid; xIELU 4.5 tensors in all.
         """
         is_gated = self.model.is_gated
         kind = self.model.activation
-        kind = "silu" if kind == "xielu" else kind  # as many bytes
         dtype = self.inputs.plain_dtype
         op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
         between_kernels = 4 if kind == "clamped_swiglu" else 1
         gated = SavedTensors(divided=2 * kept_width, eager=between_kernels * kept_width)
-        keeps = gated if is_gated else SavedTensors(divided=kept_width)
+        between_one = kept_width * 7 // 2 if kind == "xielu" else 0
+        alone = SavedTensors(divided=kept_width, eager=between_one)
+        keeps = gated if is_gated else alone
         if is_gated and not self.kernels.fused_swiglu:
             return replace(
                 gated_kernels(role, op),

@@ -10,7 +10,7 @@ from stepmark.model.ops.fields import STORED, Operator, Phase, choice, count, va
 FWD_BWD = ("fwd", "bwd")
 # kinds of Activation, of gate and up or of one tensor
 GATED = ("swiglu", "geglu", "clamped_swiglu")
-UNGATED = ("gelu", "silu", "relu", "relu2")
+UNGATED = ("gelu", "silu", "relu", "relu2", "xielu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,8 @@ class Activation(Operator):
     """A function of gate and up, [tokens, 2 width] -> [tokens, width], or of one such tensor.
 
     swiglu: silu(gate) * up; geglu: gelu(gate) * up; clamped_swiglu: gpt-oss's, (up + 1) gate
-    sigmoid(1.702 gate) of values up to 7 (arXiv:2508.10925).
+    sigmoid(1.702 gate) of values up to 7 (arXiv:2508.10925). xielu: arXiv:2411.13010, with
+    fixed numbers.
     """
 
     tokens: int = count("rows")

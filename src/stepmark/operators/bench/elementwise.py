@@ -156,6 +156,12 @@ def squared_relu(x_TW: Tensor) -> Tensor:
     return functional.relu(x_TW).square()
 
 
+def xielu(x_TW: Tensor) -> Tensor:
+    """alpha_p x^2 + beta x above 0, alpha_n (exp(min(x, eps)) - 1 - x) + beta x below."""
+    below_TW = torch.expm1(x_TW.clamp(max=-1e-6)) - x_TW
+    return torch.where(x_TW > 0, 0.8 * x_TW * x_TW + 0.5 * x_TW, 0.8 * below_TW + 0.5 * x_TW)
+
+
 _ACTIVATIONS: dict[str, Function] = {
     "swiglu": swiglu,
     "geglu": geglu,
@@ -164,6 +170,7 @@ _ACTIVATIONS: dict[str, Function] = {
     "silu": functional.silu,
     "relu": functional.relu,
     "relu2": squared_relu,
+    "xielu": xielu,
 }
 
 
@@ -171,6 +178,8 @@ def make_activation(op: Activation, device: torch.device, *, is_compiled: bool =
     function = _ACTIVATIONS[op.kind]
     planes = 2 if op.is_gated else 1
     x = normal(op.tokens, planes * op.width, dtype=op.dtype, device=device)
+    if op.kind == "clamped_swiglu":
+        x *= 4  # some values are beyond the clamp
     return rows_call(op, function, (x,), (), is_compiled=is_compiled)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Precision
+from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model_tables import find_model
@@ -16,11 +17,17 @@ from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.case import of_case
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
-from .jobs import ALONE, BIASED, DDP, DENSE, EXPERTS, FSDP, make
+from .jobs import ALONE, BIASED, DDP, DENSE, EXPERTS, FSDP, SLIDING, make
 
 INTERLEAVED = ALONE(pp_schedule=Schedule.INTERLEAVED)
 
 CASES: list[tuple[Any, dict[str, int], Any, str]] = [
+    (
+        FSDP(attention_backend=AttentionKernel.FLASH),
+        {"dp_shard": 8},
+        SLIDING,
+        "attention_backend flash is invalid: it must be auto or flex, since .* has windows",
+    ),
     (
         FSDP(reshard_after_forward="3"),
         {"dp_shard": 8},

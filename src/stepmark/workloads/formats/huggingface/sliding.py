@@ -114,10 +114,11 @@ def step3p5(keys: Keys) -> Fields:
         raise keys.error(
             "sliding_window", "a number of keys: some layers are sliding_attention"
         )
+    sliding_heads = _sliding_heads(keys, fields)
     layers = [
         Layer(
             window=window,
-            num_heads=_sliding_heads(keys, fields) if window else 0,
+            num_heads=sliding_heads if window else 0,
             rotary_dim=rotary,
         )
         for window, rotary in zip(windows, _rotated_widths(keys, fields, types), strict=True)
@@ -219,7 +220,8 @@ def mimo_v2_flash(keys: Keys) -> Fields:
     count = keys.size("num_hidden_layers", default=48)
     defaults = {"hidden_size": 4096, "num_hidden_layers": 48, "num_attention_heads": 64}
     keys = with_defaults(keys, **defaults)
-    keys.read |= {"partial_rotary_factor", "partial_rotary_factors"}
+    # transformers has no chunks: layers with a window have that alone.
+    keys.read |= {"partial_rotary_factor", "partial_rotary_factors", "attention_chunk_size"}
     # transformers does not read the Hub's share of rotary positions, which is its default.
     whole = replace(keys, raw={**keys.raw, "partial_rotary_factor": 1.0})
     fields = gated(whole, head_dim=192, kv_heads=4, ffn=16384, vocab=152_576)

@@ -8,6 +8,7 @@ training/model_parallel.py's (torch/distributed/tensor/parallel/style.py).
 from dataclasses import replace
 
 from stepmark.cases.training import DataParallel, GradSync
+from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Scaling
@@ -32,9 +33,24 @@ _FILES = {
 }
 
 
+def _check_attention(job: AnyJob, settings: PyTorch) -> None:
+    """Raise ConfigError for a kernel that does not have what the layers' attention needs."""
+    kernel = settings.attention_backend
+    model = job.config
+    if model is None or kernel not in (AttentionKernel.FLASH, AttentionKernel.FLASH1):
+        return
+    has_window = any(layer.window or layer.chunk for layer in model.pattern)
+    if has_window or model.has_sinks or model.softcap:
+        allowed = (
+            f"auto or flex, since {model.name} has windows, chunks, sinks or capped scores"
+        )
+        raise ConfigError("attention_backend", kernel, allowed)
+
+
 def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     """Return a step of the job, for one of the rule's names. Raises ConfigError."""
     settings = settings.resolved(job.parallel)
+    _check_attention(job, settings)
     if settings.fp8_all_gather:
         job = _with_cast_weights(job)
     kind = settings.data_parallel
