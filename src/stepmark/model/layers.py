@@ -58,9 +58,7 @@ class Layer:
     ffn_hidden_size: int = 0  # of the dense part
 
     def __post_init__(self) -> None:
-        flags = (
-            *("has_rope", "has_indexer", "has_sinks", "has_qk_norm", "has_kv", "shares_kv"),
-        )
+        flags = "has_rope", "has_indexer", "has_sinks", "has_qk_norm", "has_kv", "shares_kv"
         check_kinds(self, "layer.", flags, mixer=Mixer, ffn=FeedForward)
         for name in _LAYER_SIZES:
             check_int(f"layer.{name}", getattr(self, name), low=0)

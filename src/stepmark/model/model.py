@@ -55,12 +55,9 @@ LATER = frozenset(
         *("residual_multiplier", "logit_multiplier", "num_mtp_layers", "shares_kv"),
         *("scoring", "num_groups", "top_groups", "shared_gate", "latent_size", "indexer"),
         *("v_norm", "layer_scale", "has_norms", "per_layer_width", "value_head_dim"),
-        *("conv_width", "conv_bias"),
-        *(
-            "has_kv",
-            "has_qk_norm",
-        ),  # of a layer, whose other later fields have names of the model's
-        "value_multiplier",
+        *("conv_width", "conv_bias", "value_multiplier"),
+        # of a layer, whose other later fields have names of the model's
+        *("has_kv", "has_qk_norm"),
     }
 )
 
