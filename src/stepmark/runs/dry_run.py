@@ -14,6 +14,7 @@ from stepmark.cases.plan import Plan
 from stepmark.cases.record import AnyCase
 from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
+from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import MIB, TFLOP, format_bytes, format_time
 from stepmark.measuring.machine import Machine
@@ -90,10 +91,11 @@ def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
     """Return the time of a product or of attention, its rate, and what bounds it."""
     op = ComputeOp(op=case.op, phase=Phase.FWD, module="")
     is_product = work_of_op(op) in (Work.MATMUL, Work.ATTENTION)
+    # Attention by products of all pairs ("math") is timed by no law of fused kernels.
+    is_timed = is_product and case.backend != "math"
+    backend = {"varlen": AttentionKernel.FLASH}.get(case.backend, case.backend)
     cost = (
-        SheetCosts(device, {"attention_backend": case.backend})(op)
-        if device and is_product
-        else None
+        SheetCosts(device, {"attention_backend": backend})(op) if device and is_timed else None
     )
     if device is None or cost is None:
         return dict.fromkeys(("predicted_s", "predicted_tflops", "bound"))
