@@ -46,6 +46,8 @@ from stepmark.model.ops import (  # noqa: E402
     Phase,
     Rope,
 )
+from stepmark.step.kernel_choice import gated_kernels  # noqa: E402
+from stepmark.step.workload import Kernel  # noqa: E402
 from stepmark.store.reader import latest, list_runs, read_info, read_records  # noqa: E402
 from stepmark.tables.launches import Launches, pooled  # noqa: E402
 
@@ -446,16 +448,22 @@ def _backward_of(device: str) -> float:
 LEAST_BYTES = 25e6  # smaller ones stay in the cache
 # Our eager SwiGLU reads halves of one tensor. Where gate and up are two tensors, as in `train`
 # and Hugging Face, its kernels read and write 5 of them for 3 (silu, product) and 9 for 5 (two
-# products with the gradient, silu_backward), each as fast as any kernel.
+# products with the gradient, silu_backward), each as fast as any kernel. GELU's is like it;
+# gpt-oss's compares, joins masks and selects in kernels of their own (gated_kernels).
 PLAIN_SHARE = 0.85
-# GELU's is like it; gpt-oss's clamped one reads and writes 16 and 31, as the gradient of
-# a clamp compares, joins masks and selects in kernels of their own.
-EAGER_SWIGLU = {"fwd": PLAIN_SHARE * 3 / 5, "bwd": PLAIN_SHARE * 5 / 9}
-EAGER_GATED = {
-    "swiglu": EAGER_SWIGLU,
-    "geglu": EAGER_SWIGLU,
-    "clamped_swiglu": {"fwd": PLAIN_SHARE * 3 / 16, "bwd": PLAIN_SHARE * 5 / 31},
-}
+
+
+def eager_share(op: Activation) -> float:
+    """Return the share of the bandwidth of an eager activation of gate and up."""
+    kernels = gated_kernels("", op)
+    bytes_moved = sum(
+        each.op.bytes_moved or 0
+        for each in (kernels.fwd if op.phase is Phase.FWD else kernels.bwd)
+        if isinstance(each.op, Kernel) and each.op.name != "concatenate"
+    )
+    return PLAIN_SHARE * op.bytes_moved / bytes_moved
+
+
 MemoryKey = tuple[str, str, str]
 
 
@@ -476,8 +484,8 @@ def memory_shares(own: Iterable[OwnTime]) -> dict[MemoryKey, float]:
             kind = getattr(op, "kind", "")
             style = Style.EAGER if each.backend == "torch" else Style.FUSED
             share = op.bytes_moved / each.time_s / spec.hbm_bytes_per_s
-            if kind in EAGER_GATED and style is Style.EAGER:
-                share = EAGER_GATED[kind][str(op.phase)]
+            if isinstance(op, Activation) and op.is_gated and style is Style.EAGER:
+                share = eager_share(op)
             shares[f"{name} {kind}".strip(), str(op.phase), str(style)].append(share)
     return {key: median(values) for key, values in sorted(shares.items())}
 

@@ -25,8 +25,9 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     if workload.model and (count := workload.model.num_mtp_layers):
         plain = replace(workload.model, num_mtp_layers=0).num_active_matmul_params
         share = 1 - plain / workload.model.num_active_matmul_params
+        modules = "module" if count == 1 else "modules"
         yield (
-            f"{count} module{'s' * (count > 1)} of multi-token prediction, with"
+            f"{count} {modules} of multi-token prediction, with"
             f" {100 * share:.3g} % of the weights that a token meets: FLOPs and MFU count them"
         )
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)

@@ -183,7 +183,7 @@ def _memory(memory: Mapping[str, Any]) -> str:
 
 
 def memory_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the memory of stages by purpose as a table, the fullest first."""
+    """Yield the memory of stages by purpose as a table, the fullest first, and the last's."""
     memory = document["memory"]
     if not memory or not memory["stages"]:
         return

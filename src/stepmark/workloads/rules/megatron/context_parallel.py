@@ -94,8 +94,8 @@ def _by_heads(plan: Plan, leaf: Module, sizes: list[int]) -> Step:
     """Exchange parts of all heads for whole sequences of some, and back (Ulysses).
 
     arXiv:2309.14509; TransformerEngine, AttnFuncWithCPAndQKVOA2A: queries, keys and values,
-    then the result; backward its gradient, then theirs. Each is copied before its exchange and
-    after it (flash_attn_a2a_communicate). sizes: elements of keys and of values.
+    then the result; backward its gradient, then those of the three. Each is copied before its
+    exchange and after it (flash_attn_a2a_communicate). sizes: elements of keys and of values.
     """
     model = plan.model
     heads = model.num_heads // plan.tp

@@ -185,7 +185,7 @@ def buckets(
     """
     # Parameters that are gathered in FP8 have buffers of their own, with their gradients.
     types = (True, False) if narrow.gathers_fp8(plan) else (False,)
-    found = list[Bucket]()
+    result = list[Bucket]()
     for expert, is_fp8 in product((False, True), types):
         own = [
             param
@@ -193,10 +193,10 @@ def buckets(
             if param.expert is expert and (len(types) == 1 or param.is_narrow is is_fp8)
         ]
         cut = _cut(plan, own, split, expert)
-        found += [
+        result += [
             replace(bucket, is_fp8=is_fp8) for bucket in (_as_one(cut) if together else cut)
         ]
-    return tuple(found)
+    return tuple(result)
 
 
 def _as_one(cut: Iterable[Bucket]) -> Iterator[Bucket]:

@@ -47,7 +47,7 @@ def _layout_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
             "attention_bias",
             True,
             "false: Megatron-LM has biases of q, k and v alone, or of all linear layers"
-            " (--linear-bias, or with experts theirs, too)",
+            " (--linear-bias, or with experts also of these)",
         ),
         *_pattern_refusals(plan.model),
         (
@@ -91,7 +91,7 @@ def _pattern_refusals(model: ModelConfig) -> tuple[_Refusal, ...]:
             (model.embedding_norm, "a norm of the embedding"),
             ("lightning" in mixers, "Lightning Attention"),
             ("conv" in mixers, "short convolutions"),
-            ("attention+mamba" in mixers, "attention beside Mamba in one layer"),
+            ("attention+mamba" in mixers, "attention and Mamba in one layer"),
             (
                 any(model.of_layer(layer).shares_kv for layer in model.pattern),
                 "values that are keys",
