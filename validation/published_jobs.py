@@ -19,7 +19,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.layers import MoeConfig
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.step.layout import model_as
 from stepmark.workloads.job import Job
@@ -27,7 +27,6 @@ from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp8Format, Fp8Recipe
 from stepmark.workloads.rules.megatron.pipeline_layout import written
 from stepmark.workloads.rules.megatron.settings import AttentionBackend, Granularity
-from stepmark.workloads.rules.pytorch.schedules import Schedule
 from stepmark.workloads.rules.pytorch.settings import Trainer
 
 DATA = Path(__file__).parent / "data"
@@ -346,7 +345,7 @@ def _fsdp(row: Row) -> dict[str, Any]:
         ),
     }
     if int(row["vpp"] or 1) > 1:
-        settings |= {"pp_schedule": Schedule.INTERLEAVED, "pp_stages": int(row["vpp"])}
+        settings |= {"pp_schedule": PipelineSchedule.INTERLEAVED, "pp_stages": int(row["vpp"])}
     if "async TP" in row.get("techniques", ""):
         settings["async_tp"] = True
     if is_foundry:

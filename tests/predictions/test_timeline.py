@@ -15,7 +15,7 @@ from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.model.layers import MoeConfig
 from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Gemm, Phase
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.predictions import simulation
 from stepmark.predictions.simulation import SteadyStep, simulate
 from stepmark.step.workload import (
@@ -305,7 +305,9 @@ REAL: dict[str, TrainCase] = {
     "tp": case(tp=2),
     "pp": case(pp=2, mbs=4, pp_microbatches=4),
     "pp, passes": case(pp=2, mbs=2, pp_microbatches=2, grad_accum=2),
-    "pp, interleaved": case(pp=2, mbs=4, pp_microbatches=4, pp_schedule="interleaved"),
+    "pp, interleaved": case(
+        pp=2, mbs=4, pp_microbatches=4, pp_schedule=PipelineSchedule.INTERLEAVED
+    ),
     "pp x fsdp": case(pp=2, dp_shard=2, data_parallel=FSDP, mbs=4, pp_microbatches=4),
 }
 

@@ -10,7 +10,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, GradSync, Recompute
 from stepmark.model.collectives import Collective
 from stepmark.model.model_tables import find_model
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.step.tree import stage_of_case
 from stepmark.step.workload import CommOp
 from stepmark.step_memory import step_memory
@@ -18,7 +18,8 @@ from stepmark.step_memory.fsdp_memory import FsdpMemory
 from stepmark.step_memory.step_memory import StepMemory
 from stepmark.workloads.pipeline import Span
 from stepmark.workloads.rules.pytorch.case import of_case
-from stepmark.workloads.rules.pytorch.schedules import Order, spans
+from stepmark.workloads.rules.pytorch.order import Order
+from stepmark.workloads.rules.pytorch.schedules import spans
 
 GPT, LLAMA, MIXTRAL = (
     dataclasses.replace(find_model(name), num_layers=8, vocab_size=512)
@@ -51,10 +52,10 @@ CASES = [
     case(grad_accum=2, grad_sync=GradSync.LAST),
     case(axes={"pp": 2}),
     case(axes={"pp": 4}, reshard="no"),
-    case(axes={"pp": 2}, pp_schedule="interleaved"),
-    case(axes={"pp": 4}, pp_schedule="interleaved", blocks_per_group=2),
-    case(axes={"pp": 2}, pp_schedule="interleaved", pp_stages=3, mbs=6),
-    case(MIXTRAL, axes={"pp": 2, "ep": 2}, pp_schedule="interleaved"),
+    case(axes={"pp": 2}, pp_schedule=PipelineSchedule.INTERLEAVED),
+    case(axes={"pp": 4}, pp_schedule=PipelineSchedule.INTERLEAVED, blocks_per_group=2),
+    case(axes={"pp": 2}, pp_schedule=PipelineSchedule.INTERLEAVED, pp_stages=3, mbs=6),
+    case(MIXTRAL, axes={"pp": 2, "ep": 2}, pp_schedule=PipelineSchedule.INTERLEAVED),
 ]
 
 

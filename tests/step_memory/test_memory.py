@@ -21,7 +21,7 @@ from stepmark.model.collectives import Collective
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Attention, Phase
-from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule, StageSplit, TpPlan
 from stepmark.step.workload import CommOp, ComputeOp
 from stepmark.step_memory.allocator import Allocator, Block
 from stepmark.step_memory.memory import estimate, largest_mbs, stage_estimates, verdict
@@ -374,7 +374,9 @@ def test_interleaved_stages_keep_the_passes_of_their_schedule(pp: int, stages: i
     model = dataclasses.replace(LLAMA, num_layers=8, vocab_size=512)
     plain = case(model=model, mbs=parts, parallel=ParallelConfig(pp=pp), pp_microbatches=parts)
     plain = dataclasses.replace(plain, pp_split=StageSplit.EVEN)
-    interleaved = dataclasses.replace(plain, pp_schedule="interleaved", pp_stages=stages)
+    interleaved = dataclasses.replace(
+        plain, pp_schedule=PipelineSchedule.INTERLEAVED, pp_stages=stages
+    )
     assert kept_passes(plain) == pp
     passes = kept_passes(interleaved)
     assert passes == ((stages + 1) * pp - 1) / stages

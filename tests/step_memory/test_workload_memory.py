@@ -13,7 +13,7 @@ from stepmark.cases.training import DataParallel
 from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model_tables import find_model
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.step.native import decode, encode
 from stepmark.step.workload import Workload
 from stepmark.step_memory import workload_memory
@@ -78,7 +78,7 @@ def test_interleaved_stages_of_a_job_are_those_of_train(stages: int) -> None:
         mbs=8,
         parallel=ParallelConfig(pp=2),
         data_parallel=DataParallel.NONE,
-        pp_schedule="interleaved",
+        pp_schedule=PipelineSchedule.INTERLEAVED,
         pp_stages=stages,
         pp_microbatches=8,
     )

@@ -47,7 +47,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.ratio import Ratio
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.runs import runs
 from stepmark.store import codec
 from stepmark.store.run_export import _scalars
@@ -105,7 +105,7 @@ SAMPLES: dict[str, TrainCase] = {
         reduce_dtype=DType.BF16,
         bucket_mb=100,
         async_tp=True,
-        pp_schedule="interleaved",
+        pp_schedule=PipelineSchedule.INTERLEAVED,
         pp_microbatches=4,
         data="a b/text.txt",
         workers=8,

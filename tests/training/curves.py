@@ -14,7 +14,7 @@ from stepmark.cases.training import DataParallel, GradSync, Precision, Recompute
 from stepmark.measuring.ranks import Ranks
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.training import trainer
 from stepmark.training.model_parallel import (
     RankCoordinates,
@@ -108,11 +108,13 @@ CASES = {
     "pp, accumulated": spread(LLAMA, "none", {"grad_accum": 2}, pp=4),
     "pp x fsdp": spread(SHORT, "fsdp", pp=2, dp_shard=2),
     "pp x tp": spread(SHORT, "none", pp=2, tp=2),
-    "pp, interleaved": spread(LLAMA, "fsdp", {"pp_schedule": "interleaved"}, pp=2, dp_shard=2),
+    "pp, interleaved": spread(
+        LLAMA, "fsdp", {"pp_schedule": PipelineSchedule.INTERLEAVED}, pp=2, dp_shard=2
+    ),
     "pp, four stages a rank": spread(
         small("llama-3.1-8b", 6),
         "none",
-        {"pp_schedule": "interleaved", "pp_stages": 4},
+        {"pp_schedule": PipelineSchedule.INTERLEAVED, "pp_stages": 4},
         pp=2,
         tp=2,
     ),
@@ -142,7 +144,7 @@ CASES = {
     "cp x fsdp, tied": spread(SHORT_GPT2, "fsdp", {"reshard": "2"}, cp=4),
     "cp x hsdp": spread(SHORT, "fsdp", dp_replicate=2, cp=2),
     "cp x tp": spread(SHORT, "fsdp", cp=2, tp=2),
-    "cp x pp": spread(LLAMA, "fsdp", {"pp_schedule": "interleaved"}, cp=2, pp=2),
+    "cp x pp": spread(LLAMA, "fsdp", {"pp_schedule": PipelineSchedule.INTERLEAVED}, cp=2, pp=2),
     "cp, experts": spread(MIXTRAL, "ddp", dp_replicate=2, cp=2),
     "cp x ep": spread(MIXTRAL, "fsdp", ep=2, dp_shard=2, cp=2),
     "cp x ep, mla": spread(DEEPSEEK, "fsdp", ep=2, cp=4),

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from tests.ranks_pool import Pool
 from tests.selected import parameters, slowly
-from tests.training.workload_cases import CASES, DDP, GPIPE, WITH_LORA, WITH_ROOT
+from tests.training.workload_cases import CASES, DDP, WITH_LORA, WITH_ROOT
 from tests.training.workload_on_ranks import sent_by_all
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.model.ops import Phase
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.step.workload import CommOp, Workload
 from stepmark.workloads.pipeline import WITH_MICROBATCH, Act
 from stepmark.workloads.rules.pytorch import rule, schedules
@@ -27,7 +27,7 @@ from stepmark.workloads.rules.pytorch.case import (
     of_case,
     settings_of,
 )
-from stepmark.workloads.rules.pytorch.schedules import Order, Schedule
+from stepmark.workloads.rules.pytorch.order import Order
 from stepmark.workloads.rules.pytorch.settings import StageEnds
 
 # collective, dtype, call bytes, message bytes, members, peer, phase
@@ -59,7 +59,7 @@ def generated(case: TrainCase, name: str = "") -> Workload:
     elif name in WITH_ROOT:
         made = rule.workload(job_of(case), replace(settings_of(case), ends=StageEnds.ROOT))
     else:
-        made = of_case(replace(case, pp_schedule="gpipe") if name in GPIPE else case)
+        made = of_case(case)
     made.check()
     return made
 
@@ -133,8 +133,10 @@ CHANGED: dict[str, dict[str, Any]] = {
     "fsdp in groups": {"blocks_per_group": 2},
     "fsdp prefetch 3": {"prefetch": 2},
     "hsdp": {"reshard": "no"},
-    "1f1b x fsdp": {"pp_schedule": "gpipe"},
-    "interleaved": {"pp_schedule": "1f1b"},
+    "1f1b x fsdp": {"pp_schedule": PipelineSchedule.GPIPE},
+    "interleaved": {"pp_schedule": PipelineSchedule.ONE_F_ONE_B},
+    "zb1p": {"pp_schedule": PipelineSchedule.INTERLEAVED},
+    "zbv x fsdp": {"pp_schedule": PipelineSchedule.DUALPIPE_V},
 }
 
 
@@ -149,6 +151,8 @@ def test_the_comparison_would_tell_another_way_to_train(
 ACTS = {
     torch_schedules.FORWARD: Act.FORWARD,
     torch_schedules.FULL_BACKWARD: Act.BACKWARD,
+    torch_schedules.BACKWARD_INPUT: Act.BACKWARD_INPUT,
+    torch_schedules.BACKWARD_WEIGHT: Act.BACKWARD_WEIGHT,
     torch_schedules.UNSHARD: Act.GATHER,
     torch_schedules.RESHARD: Act.RELEASE,
     torch_schedules.REDUCE_GRAD: Act.REDUCE,
@@ -157,42 +161,71 @@ ACTS = {
     torch_schedules.RECV_F: Act.RECV_FORWARD,
     torch_schedules.RECV_B: Act.RECV_BACKWARD,
 }
+OF_TORCH: dict[PipelineSchedule, Any] = {
+    PipelineSchedule.INTERLEAVED: torch_schedules.ScheduleInterleaved1F1B,
+    PipelineSchedule.ZB1P: torch_schedules.ScheduleInterleavedZeroBubble,
+    PipelineSchedule.ZBV: torch_schedules.ScheduleZBVZeroBubble,
+    PipelineSchedule.DUALPIPE_V: torch_schedules.ScheduleDualPipeV,
+}
 Done = tuple[Act, int, int | None]  # with chunk and micro-batch
 
 
-def torch_interleaved(ranks: int, count: int, chunks: int) -> list[list[Done]]:
-    """What ScheduleInterleaved1F1B would run, without stages."""
-    made: Any = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+def torch_order(order: Order) -> list[list[Done]]:
+    """What torch's schedule would run, without stages."""
+    ranks, count, chunks = order.num_ranks, order.num_microbatches, order.num_chunks
+    made: Any = OF_TORCH[order.schedule].__new__(OF_TORCH[order.schedule])
     made.pp_group_size, made.n_local_stages, made._n_microbatches = ranks, chunks, count
+    made.num_stages = ranks * chunks
     made.number_of_rounds = max(1, count // ranks)
     made.microbatches_per_round = count // made.number_of_rounds
+    planned = {rank: made._calculate_single_rank_operations(rank) for rank in range(ranks)}
+    if order.schedule is PipelineSchedule.ZB1P:
+        made.pipeline_order = planned
+        planned = made._add_bubbles_to_actions(ranks * chunks)
     orders = {
         rank: torch_schedules._add_reduce_grad(
-            torch_schedules._add_unshard_reshard(made._calculate_single_rank_operations(rank)),
+            torch_schedules._add_unshard_reshard(actions),
             count,
         )
-        for rank in range(ranks)
+        for rank, actions in planned.items()
+    }
+    places = {
+        stage: (rank, chunk)
+        for rank, actions in planned.items()
+        for chunk, stage in enumerate(stages_of(actions))
     }
     lowered = torch_schedules._add_send_recv(
         orders,  # type: ignore[arg-type]
-        stage_to_rank=lambda stage: stage % ranks,
+        stage_to_rank=lambda stage: places[stage][0],
         num_stages=ranks * chunks,
     )
     return [
-        [(ACTS[a.computation_type], a.stage_index // ranks, a.microbatch_index) for a in found]
-        for found in lowered.values()
+        in_order(
+            (ACTS[one.computation_type], places[one.stage_index][1], one.microbatch_index)
+            for action in actions
+            for one in action.sub_actions or (action,)
+        )
+        for actions in lowered.values()
     ]
 
 
-def ours(ranks: int, count: int, chunks: int) -> Iterator[list[Done]]:
-    order = Order(
-        schedule=Schedule.INTERLEAVED,
-        num_ranks=ranks,
-        num_microbatches=count,
-        num_chunks=chunks,
-    )
+def stages_of(actions: list[Any]) -> list[int]:
+    flat = [one for action in actions if action for one in action.sub_actions or (action,)]
+    return sorted({one.stage_index for one in flat})
+
+
+def in_order(actions: Iterator[Done]) -> list[Done]:
+    """Sort the last releases, which torch has in the order of a set."""
+    flat = list(actions)
+    end = len(flat)
+    while flat[end - 1][0] is Act.RELEASE:
+        end -= 1
+    return [*flat[:end], *sorted(flat[end:])]
+
+
+def ours(order: Order) -> Iterator[list[Done]]:
     for spans in schedules.spans(order):
-        yield [
+        yield in_order(
             (
                 one.act,
                 one.chunk,
@@ -203,15 +236,35 @@ def ours(ranks: int, count: int, chunks: int) -> Iterator[list[Done]]:
             for tick in span.ticks
             for one in tick
             if one.act is not Act.WAIT
-        ]
+        )
 
 
+@pytest.mark.parametrize("schedule", [PipelineSchedule.INTERLEAVED, PipelineSchedule.ZB1P])
 @pytest.mark.parametrize(
     ("ranks", "chunks"), [(2, 1), (2, 3), (3, 2), (4, 2), (4, 5), (5, 3), (8, 2)]
 )
-def test_interleaved_stages_run_in_the_order_of_torch(ranks: int, chunks: int) -> None:
+def test_looped_stages_run_in_the_order_of_torch(
+    schedule: PipelineSchedule, ranks: int, chunks: int
+) -> None:
     """Fewer micro-batches than ranks, rounds that are longer than ranks, and many rounds."""
     for count in (1, ranks, 2 * ranks, 3 * ranks, 3 * ranks + 3, 7 * ranks):
         if count % max(1, count // ranks) == 0:
-            found = list(ours(ranks, count, chunks))
-            assert found == torch_interleaved(ranks, count, chunks), count
+            order = Order(
+                schedule=schedule,
+                num_ranks=ranks,
+                num_microbatches=count,
+                num_chunks=chunks,
+            )
+            assert list(ours(order)) == torch_order(order), count
+
+
+@pytest.mark.parametrize("schedule", [PipelineSchedule.ZBV, PipelineSchedule.DUALPIPE_V])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_stages_in_a_v_run_in_the_order_of_torch(
+    schedule: PipelineSchedule, ranks: int
+) -> None:
+    for count in (1, ranks, 2 * ranks, 2 * ranks + 1, 4 * ranks + 1, 4 * ranks + 2, 9 * ranks):
+        if schedule is PipelineSchedule.DUALPIPE_V and count < 2 * ranks:
+            continue
+        order = Order(schedule=schedule, num_ranks=ranks, num_microbatches=count, num_chunks=2)
+        assert list(ours(order)) == torch_order(order), count

@@ -9,7 +9,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Fp8, GradSync, Precision, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig
-from stepmark.model.parallel import StageSplit, TpPlan
+from stepmark.model.parallel import PipelineSchedule, StageSplit, TpPlan
 
 # Rows that no number of ranks divides; gradients of more than one MiB.
 ODD = replace(LLAMA, num_layers=3, ffn_hidden_size=226, vocab_size=510)
@@ -25,7 +25,11 @@ TWICE: dict[str, Any] = {"grad_accum": 2}
 LAST: dict[str, Any] = {**TWICE, "grad_sync": GradSync.LAST}
 MASTER: dict[str, Any] = {"precision": Precision.MASTER}
 FULL: dict[str, Any] = {"recompute": Recompute.FULL}
-INTERLEAVED: dict[str, Any] = {"pp_schedule": "interleaved"}
+GPIPE: dict[str, Any] = {"pp_schedule": PipelineSchedule.GPIPE}
+ZB1P: dict[str, Any] = {"pp_schedule": PipelineSchedule.ZB1P}
+ZBV: dict[str, Any] = {"pp_schedule": PipelineSchedule.ZBV}
+DUALPIPE_V: dict[str, Any] = {"pp_schedule": PipelineSchedule.DUALPIPE_V}
+INTERLEAVED: dict[str, Any] = {"pp_schedule": PipelineSchedule.INTERLEAVED}
 WHOLE: dict[str, Any] = {"tp_plan": TpPlan.WHOLE}
 FP8: dict[str, Any] = {**AMP, "fp8": Fp8.TENSORWISE}
 GATHERED: dict[str, Any] = {**FP8, "fp8_all_gather": True}
@@ -43,8 +47,10 @@ def parts(count: int) -> dict[str, Any]:
     return {"pp_microbatches": count}
 
 
-# Torch's GPipe takes the place of 1F1B in these.
-GPIPE = ("gpipe", "gpipe x fsdp")
+def of(count: int) -> dict[str, Any]:
+    """As many micro-batches, of a sequence each."""
+    return {"mbs": count, **parts(count)}
+
 
 # What these pass to torch's DistributedDataParallel beside what the trainer does.
 DDP: dict[str, dict[str, Any]] = {
@@ -96,7 +102,12 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "interleaved, four a rank": made(
             DEEP, "none", INTERLEAVED, {"pp_stages": 4}, parts(8), pp=2
         ),
-        "gpipe": made(SHORT, "none", parts(4), pp=2),
+        "gpipe": made(SHORT, "none", GPIPE, parts(4), pp=2),
+        "zb1p": made(LLAMA, "none", ZB1P, parts(8), pp=2),
+        "zb1p of a stage a rank": made(SHORT, "none", ZB1P, {"pp_stages": 1}, of(6), pp=2),
+        "zbv": made(LLAMA, "none", ZBV, parts(8), pp=2),
+        "zbv of autocast": made(LLAMA, "none", AMP, ZBV, TWICE, parts(4), pp=2),
+        "dualpipev": made(LLAMA, "none", DUALPIPE_V, of(6), pp=2),
         "ep": made(MOE, "fsdp", ep=2, dp_shard=2),
     },
     4: {
@@ -128,7 +139,26 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "1f1b x tp with masters": made(HEADS, "none", MASTER, TWICE, parts(4), pp=2, tp=2),
         "interleaved": made(DEEP, "none", INTERLEAVED, parts(8), pp=4),
         "interleaved x fsdp": made(LLAMA, "fsdp", INTERLEAVED, parts(4), pp=2, dp_shard=2),
-        "gpipe x fsdp": made(LLAMA, "fsdp", {"reshard": "no"}, parts(4), pp=2, dp_shard=2),
+        "gpipe x fsdp": made(
+            LLAMA, "fsdp", GPIPE, {"reshard": "no"}, parts(4), pp=2, dp_shard=2
+        ),
+        "zb1p": made(DEEP, "none", ZB1P, of(12), pp=4),
+        "zb1p x fsdp": made(LLAMA, "fsdp", AMP, ZB1P, parts(4), pp=2, dp_shard=2),
+        "zb1p x tp with masters": made(
+            HEADS, "none", MASTER, ZB1P, {"pp_stages": 1}, parts(4), pp=2, tp=2
+        ),
+        "zbv": made(DEEP, "none", ZBV, of(9), pp=4),
+        "zbv x fsdp": made(LLAMA, "fsdp", AMP, ZBV, TWICE, parts(4), pp=2, dp_shard=2),
+        "zbv x fsdp, resharded": made(
+            LLAMA, "fsdp", ZBV, {"reshard": "yes"}, parts(8), pp=2, dp_shard=2
+        ),
+        "zbv x ep": made(
+            replace(MIXTRAL, num_layers=4), "fsdp", AMP, ZBV, parts(4), pp=2, ep=2, dp_shard=2
+        ),
+        "zbv x tp": made(replace(LLAMA, num_kv_heads=4), "none", ZBV, parts(4), pp=2, tp=2),
+        "zbv x cp": made(LLAMA, "fsdp", AMP, ZBV, parts(4), pp=2, cp=2),
+        "dualpipev": made(DEEP, "none", DUALPIPE_V, of(9), pp=4),
+        "dualpipev x fsdp": made(LLAMA, "fsdp", AMP, DUALPIPE_V, parts(4), pp=2, dp_shard=2),
         "ep x fsdp": made(MOE, "fsdp", AMP, ep=2, dp_shard=4),
         "ep x fsdp, latent attention": made(DEEPSEEK, "fsdp", FULL, ep=2, dp_shard=4),
         "cp x fsdp": made(SHORT, "fsdp", dp_shard=2, cp=2),

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from tests.training.curves import _batches
-from tests.training.workload_cases import CASES, DDP, GPIPE, WITH_LORA, WITH_ROOT
+from tests.training.workload_cases import CASES, DDP, WITH_LORA, WITH_ROOT
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from stepmark.cases.train_case import TrainCase
@@ -187,9 +186,6 @@ def sent_by_all(ranks: Ranks, names: list[str]) -> dict[str, list[list[Row]]]:
     found: dict[str, list[list[Row]]] = {}
     for name in names:
         case = CASES[ranks.num_ranks][name]
-        trainer.Schedule1F1B = (  # type: ignore[attr-defined]
-            ScheduleGPipe if name in GPIPE else Schedule1F1B
-        )
         told.changes = DDP.get(name, {})
         told.rank = WITH_LORA.get(name)
         parallelize._fsdp = of_root if name in WITH_ROOT else told.fsdp

@@ -12,7 +12,7 @@ from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
 from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Gemm, Phase
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.step.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload
 from stepmark.step.workload_stages import num_steady, shortened
 from stepmark.workloads import workload_page, workload_pipeline
@@ -21,7 +21,6 @@ from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron import rule as megatron
 from stepmark.workloads.rules.megatron.settings import Megatron
 from stepmark.workloads.rules.pytorch import rule
-from stepmark.workloads.rules.pytorch.schedules import Schedule
 from stepmark.workloads.workload_pipeline import Chart, chart_of
 from stepmark.workloads.workload_pipeline import spans as spans_of
 
@@ -180,10 +179,10 @@ def test_what_follows_the_last_backward_pass_is_no_other_one() -> None:
 
 
 @pytest.mark.parametrize("per_pass", [0, 4])
-@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("schedule", PipelineSchedule)
 @pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_shard": 2, "dp_replicate": 2, "tp": 2}])
 def test_shards_change_nothing_of_a_pipelines_figure(
-    schedule: Schedule, per_pass: int, axes: dict[str, int]
+    schedule: PipelineSchedule, per_pass: int, axes: dict[str, int]
 ) -> None:
     """Gathers and reductions take no unit; gradients are reduced behind the last pass."""
     model = replace(find_model("llama-3.1-8b").tiny(), num_layers=8)
@@ -195,7 +194,7 @@ def test_shards_change_nothing_of_a_pipelines_figure(
     alone = drawn(rule.workload(whole, RULES["pp"].make(**asked)))
     assert [*sharded.timeline] == [*alone.timeline]
     assert sharded.idle_percent == alone.idle_percent
-    if schedule is not Schedule.INTERLEAVED:
+    if schedule is not PipelineSchedule.INTERLEAVED:
         micro = per_pass or 8
         assert alone.idle_percent == pytest.approx(100 * 3 / (micro + 3))
 

@@ -19,7 +19,13 @@ from stepmark.cases.training import (
 from stepmark.ground.dtypes import DType, parse_dtype
 from stepmark.ground.options import Reader, between, words_of
 from stepmark.model.model import ModelConfig, identity_of
-from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan, stage_layers
+from stepmark.model.parallel import (
+    ParallelConfig,
+    PipelineSchedule,
+    StageSplit,
+    TpPlan,
+    stage_layers,
+)
 
 Count = Annotated[int, between(1, 65536)]
 Groups = Annotated[int, between(1, 1024)]
@@ -48,9 +54,9 @@ _OWN_TABLE = Need(
 _DDP = Need(words="--strategy ddp", is_met=lambda case: case.data_parallel is DataParallel.DDP)
 _TENSOR = Need(words="tensor parallelism (--tp)", is_met=lambda case: case.parallel.tp > 1)
 _PIPELINE = Need(words="pipeline stages (--pp)", is_met=lambda case: case.parallel.pp > 1)
-_INTERLEAVED = Need(
-    words="--pp-schedule interleaved",
-    is_met=lambda case: case.parallel.pp > 1 and case.pp_schedule == "interleaved",
+_SEVERAL_STAGES = Need(
+    words="--pp-schedule interleaved or zb1p",
+    is_met=lambda case: case.parallel.pp > 1 and case.pp_schedule.has_stages,
 )
 
 
@@ -264,21 +270,21 @@ class TrainCase:
         needs=_TENSOR,
         words="async tp",
     )
-    pp_schedule: str = field_of(
+    pp_schedule: PipelineSchedule = field_of(
         Role.SETTING,
-        "1f1b",
+        PipelineSchedule.ONE_F_ONE_B,
         "schedule of the pipeline [1f1b]",
-        reads=Annotated[str, words_of("1f1b", "interleaved")],
+        reads=PipelineSchedule,
         group="Settings of one strategy",
         needs=_PIPELINE,
     )
     pp_stages: int = field_of(
         Role.SETTING,
         2,
-        "interleaved stages of a rank [2]",
-        reads=Annotated[int, between(2, 64)],
+        "stages of a rank, interleaved or zb1p [2]",
+        reads=Annotated[int, between(1, 64)],
         group="Settings of one strategy",
-        needs=_INTERLEAVED,
+        needs=_SEVERAL_STAGES,
         words="{} stages a rank",
         formerly=2,
     )
@@ -360,8 +366,13 @@ class TrainCase:
 
     @property
     def num_stages(self) -> int:
-        """Return the pipeline stages, of which a rank has several if they are interleaved."""
-        return self.parallel.pp * (self.pp_stages if self.pp_schedule == "interleaved" else 1)
+        """Return the pipeline stages, of which a rank may have several."""
+        return self.parallel.pp * self.pp_schedule.num_chunks(self.pp_stages)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the pipeline stages of a rank of the pipeline, the first one first."""
+        pp = self.parallel.pp
+        return self.pp_schedule.stages(rank, pp, self.num_stages // pp)
 
     @property
     def num_microbatches(self) -> int:

@@ -176,7 +176,14 @@ _USED = {
     _PP: Entry(option="pp"),
     _SCHEDULE: Entry(
         option="pp_schedule",
-        values={"1F1B": "1f1b", "Interleaved1F1B": "interleaved", "GPipe": "gpipe"},
+        values={
+            "1F1B": "1f1b",
+            "Interleaved1F1B": "interleaved",
+            "GPipe": "gpipe",
+            "InterleavedZeroBubble": "zb1p",
+            "ZBVZeroBubble": "zbv",
+            "DualPipeV": "dualpipev",
+        },
     ),
     _COUNT: Entry(option="pp_microbatches"),
     _STAGES: Entry(option="pp_stages"),

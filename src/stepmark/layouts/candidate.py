@@ -41,8 +41,7 @@ class Candidate:
         """Model chunks of a stage."""
         if self.is_megatron:
             return int(self.settings.virtual_pipeline_model_parallel_size)
-        is_interleaved = self.settings.pp_schedule == "interleaved"
-        return int(self.settings.pp_stages) if is_interleaved else 1
+        return int(self.settings.pp_schedule.num_chunks(self.settings.pp_stages))
 
     def workload(self) -> Workload:
         """Return the workload of a step. Raises ConfigError."""

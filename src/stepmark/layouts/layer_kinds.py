@@ -10,7 +10,7 @@ from stepmark.model.parallel import stage_layers
 from stepmark.workloads.rules.megatron.plan import make_plan
 from stepmark.workloads.rules.megatron.settings import Granularity
 from stepmark.workloads.rules.megatron.stage_partition import partition
-from stepmark.workloads.rules.pytorch.schedules import order_of
+from stepmark.workloads.rules.pytorch.order import order_of
 from stepmark.workloads.rules.pytorch.units import groups_of
 
 
@@ -43,14 +43,17 @@ def chunks_of(candidate: Candidate) -> list[list["Counter[Kind]"]]:
             return bool(is_full and index < most)
     else:
         pp = candidate.parallel.pp
+        num_chunks = candidate.num_chunks
         settings = candidate.settings
         groups_of(candidate.job)  # its axes are checked
         if pp > 1:  # and its micro-batches
-            counts = settings.pp_microbatches, candidate.num_chunks
+            counts = settings.pp_microbatches, num_chunks
             order_of(candidate.job, settings.pp_schedule, *counts)
-        split = settings.pp_split
-        parts = stage_layers(model.num_layers, pp * candidate.num_chunks, split)
-        chunks = [parts[stage::pp] for stage in range(pp)]
+        parts = stage_layers(model.num_layers, pp * num_chunks, settings.pp_split)
+        chunks = [
+            [parts[stage] for stage in settings.pp_schedule.stages(rank, pp, num_chunks)]
+            for rank in range(pp)
+        ]
         recompute = settings.recompute
         some, every = settings.recompute_some, settings.recompute_every
 

@@ -8,8 +8,8 @@ from typing import Any
 from stepmark.cases.training import DataParallel, GradSync, Recompute
 from stepmark.layouts.candidate import Candidate
 from stepmark.model.layers import Layer
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.workloads.rules.megatron.settings import Granularity
-from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 
 def without_data_ranks(candidate: Candidate) -> Candidate:
@@ -44,7 +44,11 @@ def without_pipeline(candidate: Candidate) -> Candidate:
             "account_for_loss_in_pipeline_split": False,
         }
     else:
-        changes = {"pp_schedule": Schedule.ONE_F_ONE_B, "pp_stages": 2, "pp_microbatches": 0}
+        changes = {
+            "pp_schedule": PipelineSchedule.ONE_F_ONE_B,
+            "pp_stages": 2,
+            "pp_microbatches": 0,
+        }
     return candidate.with_job(job, replace(candidate.settings, **changes))
 
 

@@ -103,6 +103,57 @@ class ParallelConfig:
             raise ConfigError("tp", self.tp, rule)
 
 
+class PipelineSchedule(StrEnum):
+    """Schedules of torch.distributed.pipelining by our names (torch 2.13, schedules.py)."""
+
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    GPIPE = "gpipe"
+    ZB1P = "zb1p"  # arXiv:2401.10241; with one stage per rank ZB-H1
+    ZBV = "zbv"  # arXiv:2401.10241, two stages per rank
+    DUALPIPE_V = (
+        "dualpipev"  # DeepSeek's in a V: arXiv:2412.19437, github.com/deepseek-ai/DualPipe
+    )
+
+    @property
+    def is_v(self) -> bool:
+        """Return whether a rank's second stage is as far from the end as its first from the
+        beginning, so that the first rank has both ends of the model."""
+        return self in (PipelineSchedule.ZBV, PipelineSchedule.DUALPIPE_V)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether gradients of weights are computed apart, to fill the bubbles."""
+        return self is PipelineSchedule.ZB1P or self.is_v
+
+    @property
+    def has_stages(self) -> bool:
+        """Return whether the number of stages per rank is a choice."""
+        return self in (PipelineSchedule.INTERLEAVED, PipelineSchedule.ZB1P)
+
+    def num_chunks(self, stages_per_rank: int) -> int:
+        """Return the stages of a rank. stages_per_rank: where that is a choice."""
+        return stages_per_rank if self.has_stages else 2 if self.is_v else 1
+
+    def stage(self, rank: int, chunk: int, num_ranks: int) -> int:
+        """Return the stage of a rank's chunk.
+
+        Source: torch 2.13, distributed/pipelining/_utils.py (generate_stage_to_rank_mapping).
+        """
+        first = chunk * num_ranks
+        is_back = self.is_v and chunk % 2 == 1
+        return first + (num_ranks - 1 - rank if is_back else rank)
+
+    def place(self, stage: int, num_ranks: int) -> tuple[int, int]:
+        """Return rank and chunk of a stage."""
+        chunk, rank = divmod(stage, num_ranks)
+        return self.stage(rank, chunk, num_ranks) - chunk * num_ranks, chunk
+
+    def stages(self, rank: int, num_ranks: int, num_chunks: int) -> list[int]:
+        """Return the stages of a rank, the first one first."""
+        return [self.stage(rank, chunk, num_ranks) for chunk in range(num_chunks)]
+
+
 class StageSplit(StrEnum):
     """Division of the layers among pipeline stages, with the remainder on the first ones."""
 

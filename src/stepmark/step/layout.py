@@ -7,7 +7,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Cast, Copy, Gemm, GroupedGemm, Layout, Op, Phase
-from stepmark.model.parallel import ParallelConfig, StageSplit
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule, StageSplit
 from stepmark.model.product_precision import ProductPrecision
 from stepmark.step.lora import Lora
 from stepmark.step.module import Module, between
@@ -27,9 +27,9 @@ VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 class ShardLayout:
     """How a model is sharded. etp: tensor parallelism of experts, 0: as tp.
 
-    fused: products of the framework, as in FUSED. stage: of pp, with this many chunks of
-    layers. whole_loss: logits are gathered before the loss (TpPlan.WHOLE). lora: adapters are
-    trained, and nothing else.
+    fused: products of the framework, as in FUSED. stage: rank of pp, with this many chunks of
+    layers, which the schedule places. whole_loss: logits are gathered before the loss
+    (TpPlan.WHOLE). lora: adapters are trained, and nothing else.
     """
 
     axes: ParallelConfig = ParallelConfig()
@@ -38,6 +38,7 @@ class ShardLayout:
     fused: frozenset[str] = FUSED["train"]
     stage: int = 0
     chunks: int = 1
+    schedule: PipelineSchedule = PipelineSchedule.INTERLEAVED
     split: StageSplit = StageSplit.EVEN
     whole_loss: bool = False
     lora: Lora | None = None
@@ -50,6 +51,15 @@ class ShardLayout:
     def row_parts(self) -> int:
         """Number of parts into which tp divides the rows of norms and residuals."""
         return self.axes.tp if self.sequence_parallel else 1
+
+    @property
+    def num_stages(self) -> int:
+        return self.axes.pp * self.chunks
+
+    @property
+    def stages(self) -> list[int]:
+        """Return the stages of this rank of pp, the first one first."""
+        return self.schedule.stages(self.stage, self.axes.pp, self.chunks)
 
     def check(self, model: ModelConfig) -> None:
         """Raise ConfigError for a model that cannot be divided so."""

@@ -66,17 +66,16 @@ def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
     """Return the modules of one pipeline stage on one rank."""
     layout.check(model)
     builder = TreeBuilder(model=model, layout=layout, inputs=inputs)
-    pp = layout.axes.pp
-    units = [builder.embedding()] if layout.stage == 0 else []
+    stages = layout.stages
+    units = [builder.embedding()] if stages[0] == 0 else []
     blocks = {layer: builder.block(layer) for layer in model.layer_counts}
-    for layers in stage_layers(model.num_layers, pp * layout.chunks, layout.split)[
-        layout.stage :: pp
-    ]:
+    by_stage = stage_layers(model.num_layers, layout.num_stages, layout.split)
+    for layers in (by_stage[stage] for stage in stages):
         units += [
             replace(blocks[layer], name=f"blocks.{first}", times=end - first)
             for first, end, layer in model.layer_runs(layers.start, layers.stop)
         ]
-    if layout.stage == pp - 1:
+    if stages[-1] == layout.num_stages - 1:
         if model.num_mtp_layers:
             units.append(replace(builder.mtp(), times=model.num_mtp_layers))
         units.append(builder.output())
@@ -86,8 +85,13 @@ def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
 def stage_of_case(case: TrainCase, stage: int) -> Module:
     """Return the modules of a training case's stage, not divided by tp and ep."""
     axes = ParallelConfig(cp=case.parallel.cp, pp=case.parallel.pp)
-    chunks = case.num_stages // case.parallel.pp
-    layout = ShardLayout(axes=axes, stage=stage, chunks=chunks, split=case.pp_split)
+    layout = ShardLayout(
+        axes=axes,
+        stage=stage,
+        chunks=case.num_stages // case.parallel.pp,
+        schedule=case.pp_schedule,
+        split=case.pp_split,
+    )
     return _stage(case.model, layout)
 
 

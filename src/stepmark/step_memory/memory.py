@@ -49,7 +49,8 @@ def stage_estimates(case: TrainCase) -> tuple[RankMemory, ...]:
     """Return that of a rank of the first stage, the last, and the one with most layers."""
     estimates = []
     pp = case.parallel.pp
-    sizes = [sum(map(len, case.stage_layers[stage::pp])) for stage in range(pp)]
+    by_stage = [len(layers) for layers in case.stage_layers]
+    sizes = [sum(by_stage[stage] for stage in case.stages_of(rank)) for rank in range(pp)]
     for stage in sorted({0, sizes.index(max(sizes)), pp - 1}):
         step = StepMemory(case, stage, stage_of_case(case, stage))
         step.steps(1)

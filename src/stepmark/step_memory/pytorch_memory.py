@@ -60,7 +60,7 @@ def case_of(job: Job, settings: PyTorch) -> TrainCase:
         loss_chunks=settings.loss_chunks,
         fp8=_fp8(job),
         fp8_all_gather=settings.fp8_all_gather,
-        pp_schedule=settings.pp_schedule.value,
+        pp_schedule=settings.pp_schedule,
         pp_stages=settings.pp_stages,
         pp_microbatches=parts if axes.pp > 1 else 0,
         pp_split=settings.pp_split,

@@ -16,7 +16,8 @@ from stepmark.step_memory.fsdp_memory import FsdpMemory
 from stepmark.step_memory.step_tensors import FP32, Formats, FsdpUnit, UnitBuilder, Weight
 from stepmark.workloads.pipeline import Act, Action
 from stepmark.workloads.rules.pytorch.fsdp_order import FsdpOrder
-from stepmark.workloads.rules.pytorch.schedules import Order, Schedule, act_of, spans
+from stepmark.workloads.rules.pytorch.order import Order, act_of
+from stepmark.workloads.rules.pytorch.schedules import spans
 
 # cuBLAS's on Hopper, for the thread of the forward pass and that of the backward pass.
 _WORKSPACES = (32 * MIB, 32 * MIB)
@@ -26,6 +27,8 @@ _LOOKUPS_PER_SEGMENT = 10
 
 # By leaf; then the head's logits, or gradients of a chunked loss.
 _SavedTensors = list[list[Block]]
+# Weights without a gradient yet, and the tensors from which it is computed.
+_Waiting = list[tuple[list[Weight], list[Block]]]
 
 
 def _actions(case: TrainCase, rank: int) -> list[Action]:
@@ -33,7 +36,7 @@ def _actions(case: TrainCase, rank: int) -> list[Action]:
     if case.parallel.pp == 1:
         return [act_of(Act.FORWARD), act_of(Act.BACKWARD)]
     order = Order(
-        schedule=Schedule(case.pp_schedule),
+        schedule=case.pp_schedule,
         num_ranks=case.parallel.pp,
         num_microbatches=case.num_microbatches,
         num_chunks=case.num_stages // case.parallel.pp,
@@ -41,7 +44,8 @@ def _actions(case: TrainCase, rank: int) -> list[Action]:
     actions: list[Action] = []
     for span in spans(order)[rank]:
         once = [action for tick in span.ticks for action in tick]
-        is_steady = {Act.FORWARD, Act.BACKWARD} <= {action.act for action in once}
+        acts = {action.act for action in once}
+        is_steady = Act.FORWARD in acts and acts & {Act.BACKWARD, Act.BACKWARD_WEIGHT}
         actions += once * (1 if is_steady else span.times)
     return actions
 
@@ -69,6 +73,7 @@ class StepMemory:
         self._weights = {id(x): x for unit in self._units for x in unit.all_weights}.values()
         self._stages = [(units, FsdpMemory(case, self.heap, units)) for units in self._divide()]
         self._added: list[Block] = []  # gradients that a compiled graph returns to be added
+        self._later: _Waiting | None = None  # where gradients of weights are computed apart
         self._has_moments = False
         self._start()
 
@@ -96,8 +101,8 @@ class StepMemory:
 
     def _divide(self) -> list[list[FsdpUnit]]:
         """Return the units of each stage of this rank, as many as have layers or ends."""
-        pp = self._case.parallel.pp
-        sizes = [len(layers) for layers in self._case.stage_layers[self._stage :: pp]]
+        by_stage = self._case.stage_layers
+        sizes = [len(by_stage[stage]) for stage in self._case.stages_of(self._stage)]
         sizes[0] += self._units[0].name == "embedding"
         sizes[-1] += self._units[-1].name == "output"
         ends = list(accumulate(sizes))
@@ -136,7 +141,7 @@ class StepMemory:
         """
         case = self._case
         rows = self._tokens // case.parallel.tp
-        for stage in range(self._stage, case.num_stages, case.parallel.pp):
+        for stage in case.stages_of(self._stage):
             neighbours = (stage > 0) + (stage < case.num_stages - 1)
             for _ in range(neighbours * case.num_microbatches):
                 self.heap.allocate(rows * self._row_bytes, "working")
@@ -171,6 +176,7 @@ class StepMemory:
         kept = [
             deque[list[_SavedTensors]]() for _ in self._stages
         ]  # of passes without a backward yet
+        waiting = [deque[_Waiting]() for _ in self._stages]
         for action in self._actions:
             units, fsdp = self._stages[action.chunk]
             order = fsdp.order
@@ -181,6 +187,17 @@ class StepMemory:
                     oldest = kept[action.chunk].popleft()
                     reduces = is_reduced and not keeps
                     self._backward(units, oldest, order, reduces=reduces, keeps=keeps)
+                case Act.BACKWARD_INPUT if units[0].name != "embedding":
+                    self._later = []
+                    oldest = kept[action.chunk].popleft()
+                    self._backward(units, oldest, order, reduces=False, keeps=True)
+                    waiting[action.chunk].append(self._later)
+                    self._later = None
+                case Act.BACKWARD_WEIGHT if units[0].name != "embedding":
+                    self._add_waiting(waiting[action.chunk].popleft())
+                case Act.BACKWARD_WEIGHT:  # all of the first stage's backward pass
+                    oldest = kept[action.chunk].popleft()
+                    self._backward(units, oldest, order, reduces=False, keeps=True)
                 case Act.GATHER:
                     order.unshard()
                 case Act.RELEASE:
@@ -344,6 +361,13 @@ class StepMemory:
                 last = [self.heap.allocate(self._formats.itemsize * logits, "head")]
                 self.heap.free(grads[1])
             head, *biases = unit.weights[1]
+            if self._later is not None:
+                self._later.append(([head, *biases], [*kept.pop(1), *last]))
+                new = self._allocate_rows(self._row_bytes)
+                grad = self._allocate_rows(unit.leaves[0].input_grad)
+                others = [block for blocks in kept for block in blocks]
+                self._later.append((unit.weights[0], [new, *others]))
+                return grad
             if head.is_fp8 and self._formats.is_head_compiled:  # and transposed
                 fp8 = [self.heap.allocate(logits, "head") for _ in range(2)]
                 self.heap.free(*last)
@@ -376,13 +400,18 @@ class StepMemory:
                 waiting = grad
                 continue
             new = self._allocate_rows(leaf.input_grad)
-            self._add_grads(weights)
-            self.heap.free(*blocks)
-            if grad is not waiting:
-                self.heap.free(grad)
+            ended = [] if grad is waiting else [grad]
             if leaf.is_norm and waiting:
-                self.heap.free(waiting)
+                ended.append(waiting)
                 waiting = None
+            if self._later is None:
+                self._add_grads(weights)
+                self.heap.free(*blocks, *ended)
+            elif weights:
+                self._later.append((weights, [*blocks, *ended]))
+            else:  # what the graph has stays until all weights have their gradients
+                self._later.append(([], blocks))
+                self.heap.free(*ended)
             grad = new
         self.heap.free(*saved)
         return grad
@@ -404,6 +433,12 @@ class StepMemory:
             self._keep_grad(table, new)
         self.heap.free(grad)
         return self._allocate_rows(0)
+
+    def _add_waiting(self, waiting: _Waiting) -> None:
+        """Compute the gradients of weights that a backward pass left, the first ones first."""
+        for weights, blocks in reversed(waiting):
+            self._add_grads(weights)
+            self.heap.free(*blocks)
 
     def _add_grads(self, weights: list[Weight]) -> None:
         for weight in weights:

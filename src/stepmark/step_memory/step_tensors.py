@@ -94,7 +94,8 @@ class UnitBuilder:
     def units(self, root: Module, stage: int) -> list[FsdpUnit]:
         case = self._case
         units = list[FsdpUnit]()
-        layers = itertools.chain(*case.stage_layers[stage :: case.parallel.pp])
+        by_stage = case.stage_layers
+        layers = itertools.chain(*(by_stage[own] for own in case.stages_of(stage)))
         for module in root.inside:
             is_block = module.name.startswith("blocks")
             leaves = [leaf for leaf in module.walk() if not leaf.inside]

@@ -13,7 +13,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build, dashed
 from stepmark.ground.options import options as declared_options
 from stepmark.measuring.machine import Machine
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.training import train_plan
 from stepmark.training.framework_table import FRAMEWORKS, OWN_WAY, REFUSED, USED
 from stepmark.training.train_options import TrainOptions, given_options
@@ -285,9 +285,7 @@ class _Reading:
         texts = self.texts
         chunks = texts.get(_CHUNKS, "1")
         schedule = texts.get("pp_schedule", "1f1b" if chunks == "1" else "interleaved")
-        if schedule == "gpipe":
-            raise self._refused("pp_schedule", "1F1B or Interleaved1F1B; or give --pp-schedule")
-        if schedule != "interleaved":
+        if not PipelineSchedule(schedule).has_stages:
             return {"pp_schedule": schedule}
         stages = texts.get("pp_stages", "2") if chunks == "1" else chunks
         return {"pp_schedule": schedule, "pp_stages": stages}
@@ -403,7 +401,7 @@ def _outline(
         parallel=parallel,
         data_parallel=train_plan.data_parallel(strategy),
         grad_accum=vars(options)["grad_accum"] or 1,
-        pp_schedule=str(schedule),
+        pp_schedule=PipelineSchedule(str(schedule)),
     )
 
 

@@ -20,7 +20,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_names import distinct_names
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.training import train_refusals
 from stepmark.training.train_options import TrainOptions
 from stepmark.workloads.models import is_file, read_models
@@ -112,9 +112,9 @@ def _batches(options: TrainOptions, parallel: ParallelConfig) -> list[int]:
     unit = 1
     if parallel.pp > 1:  # a pipeline divides a micro-batch into parts
         (values,) = given_values(TrainCase, options)
-        is_interleaved = values.get("pp_schedule") == "interleaved"
-        stages = values.get("pp_stages", 2) if is_interleaved else 1
-        unit = values.get("pp_microbatches") or parallel.pp * stages
+        schedule = PipelineSchedule(values.get("pp_schedule", PipelineSchedule.ONE_F_ONE_B))
+        chunks = schedule.num_chunks(values.get("pp_stages", 2))
+        unit = values.get("pp_microbatches") or parallel.pp * chunks
     return [unit * count for count in _BATCHES] if options.find_batch else [unit]
 
 

@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator
 
 from stepmark.cases.fields import check_needs
+from stepmark.cases.split_backward import split_refusals
 from stepmark.cases.train_case import NARROW, TrainCase
 from stepmark.cases.training import DataParallel, Fp8, Precision, Recompute
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed, plain
 from stepmark.model.ops.matmul import row_multiple
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.training.model_refusals import LACKING, OF_ALL_KEYS, PARTS, UNDIVIDED, parts
 from stepmark.training.scores import MASKED_KERNELS, all_scores
 from stepmark.training.train_options import TrainOptions, show_blocks
@@ -158,6 +160,17 @@ def _pipeline(case: TrainCase) -> Refused:
         yield "mbs", case.mbs, rule
     if case.loss_chunks > 1:
         yield "loss-chunks", case.loss_chunks, "1 with a pipeline, which has microbatches"
+    if case.pp_stages == 1 and case.pp_schedule is PipelineSchedule.INTERLEAVED:
+        yield "pp-stages", 1, "2 or more with interleaved; 1f1b has one"
+    names = {"recompute": "ac"}
+    for field, value, allowed in split_refusals(
+        case.pp_schedule,
+        model,
+        recompute=case.recompute,
+        compiles=case.compile,
+        is_narrow=case.fp8 is not Fp8.NONE,
+    ):
+        yield names.get(field, dashed(field)), value, allowed
 
 
 def _checkpointing(case: TrainCase) -> Refused:

@@ -1,6 +1,6 @@
 """One micro-step and one optimizer step of a case, as calls that enqueue work and return.
 
-A pipeline goes through torch.distributed.pipelining: 1F1B, or interleaved.
+A pipeline goes through a schedule of torch.distributed.pipelining.
 """
 
 import contextlib
@@ -10,15 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import GradSync
 from stepmark.ground.errors import ConfigError
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.training import precision
 from stepmark.training.model_parallel import Meshes
 from stepmark.training.optimizer import Update
@@ -116,6 +114,17 @@ class Graphed:
             self._loss = once()
 
 
+_TORCH_NAMES = {
+    PipelineSchedule.ONE_F_ONE_B: "1F1B",
+    PipelineSchedule.INTERLEAVED: "Interleaved1F1B",
+    PipelineSchedule.GPIPE: "GPipe",
+    PipelineSchedule.ZB1P: "InterleavedZeroBubble",
+    PipelineSchedule.ZBV: "ZBVZeroBubble",
+    PipelineSchedule.DUALPIPE_V: "DualPipeV",
+}
+_OF_ONE_STAGE = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE)
+
+
 class Pipelined:
     """One micro-step is one pass of all microbatches through all stages.
 
@@ -127,13 +136,12 @@ class Pipelined:
         assert mesh is not None
         group = mesh.get_group()
         rank = dist.get_rank(group)
-        num_ranks = case.parallel.pp
         num_stages = case.num_stages
+        own_stages = case.stages_of(rank)
         self._case = case
         self._group = group
-        self._is_first = rank == 0
-        self._is_last = rank == num_ranks - 1
-        own_stages = range(rank, num_stages, num_ranks)
+        self._is_first = own_stages[0] == 0
+        self._is_last = own_stages[-1] == num_stages - 1
         built = [parallelize(case, meshes, device, stage) for stage in own_stages]
         self.models: list[nn.Module] = [stage.model for stage in built]
         self.roots = tuple(stage.call for stage in built)
@@ -156,10 +164,9 @@ class Pipelined:
 
         # Scaled by torch, gradients of earlier micro-steps would be divided once more.
         options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
-        if num_stages == num_ranks:
-            self._schedule: Any = Schedule1F1B(stages[0], count, **options)
-        else:
-            self._schedule = ScheduleInterleaved1F1B(stages, count, **options)
+        made: Any = get_schedule_class(_TORCH_NAMES[case.pp_schedule])
+        has_one = case.pp_schedule in _OF_ONE_STAGE
+        self._schedule = made(stages[0] if has_one else stages, count, **options)
         self._update = Update(case, self.models, over_stages=self._sum_over_stages)
 
     def micro_step(

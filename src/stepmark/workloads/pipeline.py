@@ -46,6 +46,8 @@ class Act(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"  # gradients of what a chunk receives, not of its weights
+    BACKWARD_WEIGHT = "backward_weight"  # the rest of a backward pass
     COMBINED = "combined"  # a forward pass and a backward pass, layer by layer in turns
     SEND_FORWARD = "send_forward"
     RECV_FORWARD = "recv_forward"
@@ -158,7 +160,8 @@ TRANSFERS = (Act.SEND_FORWARD, Act.RECV_FORWARD, Act.SEND_BACKWARD, Act.RECV_BAC
 SENDS = (Act.SEND_FORWARD, Act.SEND_BACKWARD)
 FORWARD_TRANSFERS = (Act.SEND_FORWARD, Act.RECV_FORWARD)
 WITH_NEXT_STAGE = (Act.SEND_FORWARD, Act.RECV_BACKWARD)
-WITH_MICROBATCH = (Act.FORWARD, Act.BACKWARD, Act.COMBINED, *TRANSFERS)
+PASSES = (Act.FORWARD, Act.BACKWARD, Act.BACKWARD_INPUT, Act.BACKWARD_WEIGHT)
+WITH_MICROBATCH = (*PASSES, Act.COMBINED, *TRANSFERS)
 
 
 def moved(action: Action, microbatches: int) -> Action:

@@ -203,7 +203,7 @@ def _job(
     gbs = options.gbs
     if gbs is None and parallel.pp > 1 and hasattr(settings, "pp_schedule"):
         # The fewest that torch's schedules take, as in `train`.
-        chunks = settings.pp_stages if settings.pp_schedule == "interleaved" else 1
+        chunks = settings.pp_schedule.num_chunks(settings.pp_stages)
         count = settings.pp_microbatches or parallel.pp * chunks
         gbs = mbs * parallel.data_ranks * count
     spread: dict[str, Any] = {

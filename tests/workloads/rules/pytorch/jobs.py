@@ -12,12 +12,11 @@ from stepmark.ground.dtypes import DType
 from stepmark.model.layers import DeltaConfig, Layer, MambaConfig, MoeConfig
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
-from stepmark.model.parallel import ParallelConfig, StageSplit
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule, StageSplit
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.pytorch import rule
-from stepmark.workloads.rules.pytorch.schedules import Schedule
 from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds
 
 # Settings of one kind of data parallelism.
@@ -150,7 +149,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, PyTorch]:
         mesh["ep"] = draw(st.sampled_from((1, 2)))
     if not model.tied_embeddings:
         mesh["pp"] = draw(st.sampled_from((1, 2, 4)))
-    schedule = draw(st.sampled_from(Schedule))
+    schedule = draw(st.sampled_from(PipelineSchedule))
     count = draw(st.sampled_from((4, 8, 12)))
     settings = FSDP(
         reshard_after_forward=draw(st.sampled_from(("yes", "no"))),

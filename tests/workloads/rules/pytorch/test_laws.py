@@ -22,6 +22,7 @@ from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model, load_models
 from stepmark.model.ops import Attention, Gemm, GroupedGemm, Optimizer, Phase
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.step import native
 from stepmark.step.workload import CommOp, ComputeOp, Group, Kernel, Run, Workload
@@ -30,7 +31,6 @@ from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.pytorch import rule, step
 from stepmark.workloads.rules.pytorch.case import of_case
 from stepmark.workloads.rules.pytorch.fsdp_recorder import REDUCE, REPLICATE
-from stepmark.workloads.rules.pytorch.schedules import Schedule
 from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds
 
 from .jobs import (
@@ -327,12 +327,12 @@ SPREAD: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("fsdp", {}, {"dp_shard": 4}),
     ("fsdp", {"grad_sync": GradSync.LAST}, {"dp_shard": 2, "tp": 2}),
     ("fsdp", {}, {"dp_shard": 2, "pp": 4}),
-    ("fsdp", {"pp_schedule": Schedule.GPIPE}, {"dp_shard": 2, "pp": 4}),
-    ("fsdp", {"pp_schedule": Schedule.INTERLEAVED}, {"dp_shard": 2, "pp": 4}),
+    ("fsdp", {"pp_schedule": PipelineSchedule.GPIPE}, {"dp_shard": 2, "pp": 4}),
+    ("fsdp", {"pp_schedule": PipelineSchedule.INTERLEAVED}, {"dp_shard": 2, "pp": 4}),
     ("ddp", {}, {"dp_replicate": 4}),
     ("tp", {}, {"tp": 4}),
     ("pp", {}, {"pp": 4}),
-    ("pp", {"pp_schedule": Schedule.INTERLEAVED}, {"pp": 2, "tp": 2}),
+    ("pp", {"pp_schedule": PipelineSchedule.INTERLEAVED}, {"pp": 2, "tp": 2}),
 ]
 
 
@@ -491,8 +491,8 @@ def test_a_program_does_not_grow_with_layers(model: ModelConfig, mesh: dict[str,
     assert len(long.stages[0].layers) == 1200
 
 
-@pytest.mark.parametrize("schedule", Schedule)
-def test_stages_have_all_layers_and_micro_batches_once(schedule: Schedule) -> None:
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+def test_stages_have_all_layers_and_micro_batches_once(schedule: PipelineSchedule) -> None:
     job = make(replace(DENSE, num_layers=11), microbatches=8, pp=4)
     made = rule.workload(job, ALONE(pp_schedule=schedule))
     made.check()
@@ -511,7 +511,7 @@ def test_stages_have_all_layers_and_micro_batches_once(schedule: Schedule) -> No
 
 def test_a_pipelines_gradients_are_reduced_once_a_pass() -> None:
     job = make(microbatches=16, pp=2, dp_shard=2)
-    made = generated(job, pp_microbatches=4, pp_schedule=Schedule.INTERLEAVED)
+    made = generated(job, pp_microbatches=4, pp_schedule=PipelineSchedule.INTERLEAVED)
     for stage in range(2):
         scattered = Counter(
             one.layer

@@ -11,15 +11,15 @@ from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model_tables import find_model
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.case import of_case
-from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 from .jobs import ALONE, BIASED, DDP, DENSE, EXPERTS, FSDP, SLIDING, make
 
-INTERLEAVED = ALONE(pp_schedule=Schedule.INTERLEAVED)
+INTERLEAVED = ALONE(pp_schedule=PipelineSchedule.INTERLEAVED)
 
 CASES: list[tuple[Any, dict[str, int], Any, str]] = [
     (

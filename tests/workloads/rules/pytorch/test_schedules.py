@@ -7,14 +7,11 @@ import pytest
 
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Phase
-from stepmark.model.parallel import StageSplit, stage_layers
+from stepmark.model.parallel import PipelineSchedule, StageSplit, stage_layers
 from stepmark.workloads.pipeline import WITH_MICROBATCH, Act, Action
 from stepmark.workloads.rules.pytorch import rule
-from stepmark.workloads.rules.pytorch.schedules import (
-    Order,
-    Schedule,
-    spans,
-)
+from stepmark.workloads.rules.pytorch.order import Order
+from stepmark.workloads.rules.pytorch.schedules import spans
 
 from .jobs import ALONE, FSDP, make
 
@@ -33,14 +30,14 @@ def actions(order: Order, rank: int) -> Iterator[tuple[Act, int]]:
 
 def test_a_schedule_by_its_name_is_the_same() -> None:
     order = Order(schedule="gpipe", num_ranks=2, num_microbatches=3)  # type: ignore[arg-type]
-    assert order.schedule is Schedule.GPIPE
+    assert order.schedule is PipelineSchedule.GPIPE
 
 
-@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.GPIPE])
+@pytest.mark.parametrize("schedule", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("more", [0, 1, 4])
 def test_micro_batches_go_forward_and_back_once_and_in_order(
-    schedule: Schedule, ranks: int, more: int
+    schedule: PipelineSchedule, ranks: int, more: int
 ) -> None:
     count = ranks + more
     order = Order(schedule=schedule, num_ranks=ranks, num_microbatches=count)
@@ -52,7 +49,7 @@ def test_micro_batches_go_forward_and_back_once_and_in_order(
         for act, _ in done:
             held += (act is Act.FORWARD) - (act is Act.BACKWARD)
             most = max(most, held)
-        is_gpipe = schedule is Schedule.GPIPE
+        is_gpipe = schedule is PipelineSchedule.GPIPE
         assert most == (count if is_gpipe else min(count, ranks - rank))
 
 
@@ -88,13 +85,13 @@ def test_stages_of_fsdp_have_torchtitans_layers_and_say_so() -> None:
     assert even.notes == rule.workload(make(pp=2, microbatches=2), FSDP()).notes == ()
 
 
-@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("schedule", PipelineSchedule)
 def test_fewer_micro_batches_than_stages_are_taken_where_torch_takes_them(
-    schedule: Schedule,
+    schedule: PipelineSchedule,
 ) -> None:
     """schedules.py: Schedule1F1B raises, GPipe does not, flex_pp has one round."""
     job = make(pp=4, microbatches=3)
-    if schedule is Schedule.ONE_F_ONE_B:
+    if schedule is PipelineSchedule.ONE_F_ONE_B:
         with pytest.raises(ConfigError, match=r"gbs 6 .* 8 or more.*interleaved or gpipe"):
             rule.workload(job, ALONE(pp_schedule=schedule))
         return

@@ -10,6 +10,7 @@ from hypothesis import settings as bounds
 
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Phase
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.step.workload import COMPUTE, CommOp, Operation, Workload
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.pytorch import rule
@@ -19,7 +20,6 @@ from stepmark.workloads.rules.pytorch.fsdp_recorder import (
     REDUCE,
     REPLICATE,
 )
-from stepmark.workloads.rules.pytorch.schedules import Schedule
 from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds
 
 from .jobs import DENSE, EXPERTS, comms, generated, jobs, make
@@ -103,8 +103,8 @@ def _before(found: list[tuple[Operation, list[Operation]]], last: Operation) -> 
     return known
 
 
-@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.GPIPE])
-def test_a_stage_gathers_when_it_has_received(schedule: Schedule) -> None:
+@pytest.mark.parametrize("schedule", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE])
+def test_a_stage_gathers_when_it_has_received(schedule: PipelineSchedule) -> None:
     """Its first forward pass; before, the current stream waits for the transfer."""
     job = make(DENSE, microbatches=4, dp_shard=2, pp=2)
     program = generated(
@@ -121,9 +121,9 @@ def test_a_stage_gathers_when_it_has_received(schedule: Schedule) -> None:
 @pytest.mark.parametrize("ends", StageEnds)
 @pytest.mark.parametrize("reshard", ["yes", "no"])
 @pytest.mark.parametrize("pp", [1, 2, 4])
-@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.GPIPE])
+@pytest.mark.parametrize("schedule", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE])
 def test_the_next_gather_of_a_forward_pass_waits_for_what_was_computed_before_it(
-    schedule: Schedule, pp: int, reshard: str, ends: StageEnds
+    schedule: PipelineSchedule, pp: int, reshard: str, ends: StageEnds
 ) -> None:
     """Also where it is not that of the first module, whose weights are still there."""
     job = make(DENSE, microbatches=6, dp_shard=2, pp=pp)
@@ -154,7 +154,9 @@ def test_the_next_gather_of_a_forward_pass_waits_for_what_was_computed_before_it
 def test_with_several_stages_a_gather_waits_for_what_came_before_its_own_forward_pass() -> None:
     """Weights are still there for it; those of the backward pass are gathered later."""
     job = make(DENSE, microbatches=8, dp_shard=2, pp=2)
-    program = generated(job, pp_schedule=Schedule.INTERLEAVED, reshard_after_forward="yes")
+    program = generated(
+        job, pp_schedule=PipelineSchedule.INTERLEAVED, reshard_after_forward="yes"
+    )
     newest: Operation | None = None
     before: dict[str, Operation | None] = {}  # by stage; gone when a gather waited for it
     passing: dict[str, int | None] = {}

@@ -8,11 +8,11 @@ from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.step.workload import Workload
 from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.rules.pytorch import rule
-from stepmark.workloads.rules.pytorch.schedules import Schedule
 from stepmark.workloads.rules.pytorch.settings import PyTorch
 
 _COMPILED = "compiled: kernels are fused, communication is that of eager code"
@@ -105,7 +105,7 @@ def settings_of(case: TrainCase) -> PyTorch:
         recompute=case.recompute,
         recompute_some=case.recompute_blocks[0],
         recompute_every=case.recompute_blocks[1],
-        pp_schedule=Schedule(case.pp_schedule),
+        pp_schedule=PipelineSchedule(case.pp_schedule),
         pp_stages=case.pp_stages,
         pp_microbatches=case.num_microbatches,
         pp_split=case.pp_split,

@@ -24,6 +24,7 @@ from stepmark.workloads.rules.pytorch.fsdp_order import (
     group_params,
 )
 from stepmark.workloads.rules.pytorch.fsdp_recorder import UNSHARDED, FsdpRecorder
+from stepmark.workloads.rules.pytorch.split_backward import input_part, weight_part
 from stepmark.workloads.rules.pytorch.technique import Technique, before_recompute, recomputed
 
 Blocks = dict[str, Block]
@@ -152,8 +153,14 @@ class Chunk:
             self.count_compute_done()
             self._order.post_forward(group)
 
-    def backward(self, *, reduces: bool = True, keeps: bool = False) -> Block:
-        """keeps: weights stay gathered, because the step of a pipeline has more passes."""
+    def backward(
+        self, *, reduces: bool = True, keeps: bool = False, of_inputs: bool = False
+    ) -> Block:
+        """keeps: weights stay gathered, because the step of a pipeline has more passes.
+
+        of_inputs: without the gradients of weights.
+        """
+        way = "input" if of_inputs else "bwd"
         recorder = self._recorder
         order = self._order
         groups = self._groups
@@ -163,14 +170,14 @@ class Chunk:
         order.pre_backward(groups.root)
         order.pre_backward(groups.output)
         if self.output:
-            segments.append(((*recorder.drain(), _run(self.output, "bwd")), 0))
+            segments.append(((*recorder.drain(), _run(self.output, way)), 0))
             self.count_compute_done()
             leave(groups.output)
         segments.append((recorder.drain(), 0))
         for group, members in reversed(self._parts):
             base = members[0].index
             order.pre_backward(group)
-            passes = tuple(self._passes(members, "bwd", leave))
+            passes = tuple(self._passes(members, way, leave))
             leave(group)
             segments.append(((*passes, *recorder.drain(base)), base))
         has_grad = self.embedding is not None and any(self.embedding.bwd)
@@ -184,7 +191,28 @@ class Chunk:
         if not keeps:
             order.finalize(reduces=reduces)
             segments.append((recorder.drain(), 0))
-        return folded(segments, self.blocks, f"bwd{self._suffix}")
+        return folded(segments, self.blocks, f"{way}{self._suffix}")
+
+    def backward_input(self) -> Block:
+        """Return the part of a backward pass that the stage before waits for."""
+        if self.embedding:
+            self._order.wait_for_unshard(Phase.BWD)
+            return self._recorder.drain()
+        return self.backward(reduces=False, keeps=True, of_inputs=True)
+
+    def backward_weight(self) -> Block:
+        """Return the rest of a backward pass, of the model's first stage all of it."""
+        if self.embedding:
+            return self.backward(reduces=False, keeps=True)
+        self._order.wait_for_unshard(Phase.BWD)
+        segments = [(self._recorder.drain(), 0)]
+        for layer in self.layers:
+            segments.append(((_run(layer.unit, "weight"),), layer.index))
+            self.count_compute_done()
+        if self.output:
+            segments.append(((_run(self.output, "weight"),), 0))
+            self.count_compute_done()
+        return folded(segments, self.blocks, f"weight{self._suffix}")
 
     def gather(self) -> Block:
         """Return the gather of all weights before a pass: a pipeline's UNSHARD."""
@@ -216,6 +244,9 @@ class Chunk:
             (first, *others) = recomputed(unit, self._technique.recompute)
             ways["again"] = ((*unit.bwd[0][:skipped], *first), *others)
             ways["rest"] = (unit.bwd[0][skipped:], *unit.bwd[1:])
+        if self._technique.schedule.splits_backward:
+            ways["input"] = tuple(map(input_part, unit.bwd))
+            ways["weight"] = (weight_part(unit),)
         biased = {param.part for param in unit.params if param.name.endswith(".bias")}
         for way, pieces in ways.items():
             for index, ops in enumerate(pieces if any(pieces) else ()):
@@ -252,7 +283,7 @@ class Chunk:
         unit = layer.unit
         recorder = self._recorder
         order = self._order
-        is_backward = way in ("bwd", "rest")
+        is_backward = way in ("bwd", "rest", "input")
         pieces = unit.bwd if is_backward else unit.fwd
         for index in range(len(pieces)):
             experts = layer.experts if index == unit.experts_at else None

@@ -18,6 +18,7 @@ from stepmark.workloads.job import Comms, Job, check_single, plain_settings, ref
 from stepmark.workloads.rules.pytorch.ddp import Reducer
 from stepmark.workloads.rules.pytorch.fsdp import sharding_of
 from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds, Trainer
+from stepmark.workloads.rules.pytorch.split_backward import check_split
 from stepmark.workloads.rules.pytorch.step import build
 from stepmark.workloads.rules.pytorch.technique import Technique
 from stepmark.workloads.rules.pytorch.units import groups_of
@@ -51,6 +52,7 @@ def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     """Return a step of the job, for one of the rule's names. Raises ConfigError."""
     settings = settings.resolved(job.parallel)
     _check_attention(job, settings)
+    check_split(job, settings)
     if settings.fp8_all_gather:
         job = _with_cast_weights(job)
     kind = settings.data_parallel

@@ -12,11 +12,10 @@ from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import MIB
-from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule, StageSplit, TpPlan
 from stepmark.step.kernel_choice import KernelChoice
 from stepmark.step.lora import ADAPTABLE, Lora
 from stepmark.workloads.job import check_at_least, check_trained, setting
-from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 # Values of data_parallel for `only`.
 _SHARDED = {"data_parallel": (DataParallel.FSDP,)}
@@ -139,14 +138,16 @@ class PyTorch:
     recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
     recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")
     recompute_every: int = setting(1, "with blocks: blocks per cycle")
-    pp_schedule: Schedule = setting(
-        Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe", only=_DIVIDED
+    pp_schedule: PipelineSchedule = setting(
+        PipelineSchedule.ONE_F_ONE_B,
+        "1f1b, interleaved, gpipe, zb1p, zbv or dualpipev",
+        only=_DIVIDED,
     )
     pp_microbatches: int = setting(
         0, "micro-batches per pass through the pipeline; 0: all", only=_DIVIDED
     )
     pp_stages: int = setting(
-        2, "with --pp-schedule interleaved: stages per rank", only=_DIVIDED
+        2, "with --pp-schedule interleaved or zb1p: stages per rank", only=_DIVIDED
     )
     pp_split: StageSplit = setting(
         StageSplit.TORCHTITAN, "layers by stage: torchtitan or even", only=_DIVIDED

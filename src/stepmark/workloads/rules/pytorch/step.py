@@ -16,7 +16,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Optimizer, Phase
-from stepmark.model.parallel import stage_layers
+from stepmark.model.parallel import PipelineSchedule, stage_layers
 from stepmark.step.layout import FUSED
 from stepmark.step.module import Param
 from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
@@ -25,6 +25,7 @@ from stepmark.workloads.job import Comms, Job, check_trained
 from stepmark.workloads.pipeline import (
     COMPUTE_DONE,
     FORWARD_TRANSFERS,
+    PASSES,
     SENDS,
     WITH_MICROBATCH,
     WITH_NEXT_STAGE,
@@ -35,11 +36,7 @@ from stepmark.workloads.pipeline import (
     wait,
 )
 from stepmark.workloads.rules.pytorch.chunk import Blocks, Chunk, Layer
-from stepmark.workloads.rules.pytorch.schedules import (
-    Schedule,
-    order_of,
-    split_note,
-)
+from stepmark.workloads.rules.pytorch.order import order_of, split_note
 from stepmark.workloads.rules.pytorch.schedules import spans as spans_of
 from stepmark.workloads.rules.pytorch.technique import Technique
 from stepmark.workloads.rules.pytorch.units import UnitBuilder, groups_of, stage_ends
@@ -52,9 +49,17 @@ class PipelineStage:
     """
 
     def __init__(
-        self, job: Job, chunks: Sequence[Chunk], rank: int, *, comms: Comms, blocks: Blocks
+        self,
+        job: Job,
+        schedule: PipelineSchedule,
+        chunks: Sequence[Chunk],
+        rank: int,
+        *,
+        comms: Comms,
+        blocks: Blocks,
     ) -> None:
         self._job = job
+        self._schedule = schedule
         self._chunks = chunks
         self._rank = rank
         self._comms = comms
@@ -121,7 +126,7 @@ class PipelineStage:
         for action in tick:
             items = tuple(self._lower(action, base))
             count = self._num_compute_done(items)
-            is_pass = action.act in (Act.FORWARD, Act.BACKWARD)
+            is_pass = action.act in PASSES
             for index, chunk in enumerate(self._chunks):
                 if not (is_pass and index == action.chunk):  # a chunk counts its own passes
                     chunk.count_compute_done(count)
@@ -139,9 +144,10 @@ class PipelineStage:
     def _lower(self, action: Action, base: int) -> Iterator[Item]:
         chunk = self._chunks[action.chunk]
         match action.act:
-            case Act.FORWARD | Act.BACKWARD:
-                name = self._name_block(f"{action.act}{action.chunk}", self._pass(action))
-                yield Run(block=name, microbatch=action.microbatch - base)
+            case Act.FORWARD | Act.BACKWARD | Act.BACKWARD_INPUT | Act.BACKWARD_WEIGHT:
+                if items := self._pass(action):
+                    name = self._name_block(f"{action.act}{action.chunk}", items)
+                    yield Run(block=name, microbatch=action.microbatch - base)
             case Act.WAIT:
                 yield wait(action.after, Phase.FWD, "pipeline")
             case Act.GATHER:
@@ -158,10 +164,15 @@ class PipelineStage:
         key = (action.act, action.chunk)
         if key in self._passes:
             return self._passes[key]
-        if action.act is Act.FORWARD:
-            block = chunk.forward()
-        else:
-            block = chunk.backward(reduces=False, keeps=True)
+        match action.act:
+            case Act.FORWARD:
+                block = chunk.forward()
+            case Act.BACKWARD_INPUT:
+                block = chunk.backward_input()
+            case Act.BACKWARD_WEIGHT:
+                block = chunk.backward_weight()
+            case _:
+                block = chunk.backward(reduces=False, keeps=True)
         if not chunk.is_sharded:
             self._passes[key] = block
         return block
@@ -174,7 +185,9 @@ class PipelineStage:
         """
         job = self._job
         act = action.act
-        to_next = act in WITH_NEXT_STAGE
+        # The second stages of a V go back from the last rank to the first.
+        goes_back = self._schedule.is_v and action.chunk % 2 == 1
+        to_next = (act in WITH_NEXT_STAGE) is not goes_back
         stream = "compute"
         name = "" if act in SENDS else COMPUTE_DONE
         if action.after:
@@ -241,7 +254,7 @@ def build(job: AnyJob, technique: Technique) -> Workload:
 def _notes(job: AnyJob, technique: Technique) -> tuple[str, ...]:
     if job.parallel.pp == 1:
         return ()
-    chunks = technique.pp_stages if technique.schedule is Schedule.INTERLEAVED else 1
+    chunks = technique.schedule.num_chunks(technique.pp_stages)
     layers = stage_layers(job.num_layers, job.parallel.pp * chunks, technique.pp_split)
     return split_note(list(map(len, layers)), technique.pp_split)
 
@@ -299,8 +312,10 @@ def _pipelined(
     times = job.num_microbatches // order.num_microbatches
     count = order.num_microbatches
     for rank, spans in enumerate(spans_of(order)):
-        local_chunks = chunks[rank :: order.num_ranks]
-        stage = PipelineStage(job, local_chunks, rank, comms=comms, blocks=blocks)
+        local_chunks = [chunks[order.stage(rank, chunk)] for chunk in range(order.num_chunks)]
+        stage = PipelineStage(
+            job, order.schedule, local_chunks, rank, comms=comms, blocks=blocks
+        )
         passes = (*stage.program(spans), *_collected(job, technique, local_chunks, None))
         if times > 1:
             blocks[f"pass.{rank}"] = passes

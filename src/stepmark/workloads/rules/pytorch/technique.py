@@ -8,14 +8,13 @@ from stepmark.cases.recompute import rerun_products
 from stepmark.cases.training import Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Gemm, GroupedGemm, Norm
-from stepmark.model.parallel import StageSplit, TpPlan
+from stepmark.model.parallel import PipelineSchedule, StageSplit, TpPlan
 from stepmark.step.kernel_choice import KernelChoice
 from stepmark.step.lora import Lora
 from stepmark.step.scan_modules import is_gate, is_scan
 from stepmark.step.workload import Block, ComputeOp, Operation
 from stepmark.workloads.architecture import Unit
 from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
-from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 if TYPE_CHECKING:
     from stepmark.workloads.rules.pytorch.chunk import Chunk
@@ -47,7 +46,7 @@ class Technique:
     clips: bool = True
     fuse_qkv: bool = True
     tp_pieces: int = 1
-    schedule: Schedule = Schedule.ONE_F_ONE_B
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     pp_microbatches: int = 0
     pp_stages: int = 2
     pp_split: StageSplit = StageSplit.EVEN
