@@ -47,11 +47,6 @@ def parts(count: int) -> dict[str, Any]:
     return {"pp_microbatches": count}
 
 
-def of(count: int) -> dict[str, Any]:
-    """As many micro-batches, of a sequence each."""
-    return {"mbs": count, **parts(count)}
-
-
 # What these pass to torch's DistributedDataParallel beside what the trainer does.
 DDP: dict[str, dict[str, Any]] = {
     "ddp as torch has it": {"init_sync": True},
@@ -104,10 +99,10 @@ CASES: dict[int, dict[str, TrainCase]] = {
         ),
         "gpipe": made(SHORT, "none", GPIPE, parts(4), pp=2),
         "zb1p": made(LLAMA, "none", ZB1P, parts(8), pp=2),
-        "zb1p of a stage a rank": made(SHORT, "none", ZB1P, {"pp_stages": 1}, of(6), pp=2),
+        "zb1p of a stage a rank": made(SHORT, "none", ZB1P, {"pp_stages": 1}, parts(8), pp=2),
         "zbv": made(LLAMA, "none", ZBV, parts(8), pp=2),
         "zbv of autocast": made(LLAMA, "none", AMP, ZBV, TWICE, parts(4), pp=2),
-        "dualpipev": made(LLAMA, "none", DUALPIPE_V, of(6), pp=2),
+        "dualpipev": made(LLAMA, "none", DUALPIPE_V, parts(8), pp=2),
         "ep": made(MOE, "fsdp", ep=2, dp_shard=2),
     },
     4: {
@@ -142,22 +137,22 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "gpipe x fsdp": made(
             LLAMA, "fsdp", GPIPE, {"reshard": "no"}, parts(4), pp=2, dp_shard=2
         ),
-        "zb1p": made(DEEP, "none", ZB1P, of(12), pp=4),
+        "zb1p": made(DEEP, "none", ZB1P, parts(8), pp=4),
         "zb1p x fsdp": made(LLAMA, "fsdp", AMP, ZB1P, parts(4), pp=2, dp_shard=2),
         "zb1p x tp with masters": made(
             HEADS, "none", MASTER, ZB1P, {"pp_stages": 1}, parts(4), pp=2, tp=2
         ),
-        "zbv": made(DEEP, "none", ZBV, of(9), pp=4),
+        "zbv": made(DEEP, "none", ZBV, parts(8), pp=4),
         "zbv x fsdp": made(LLAMA, "fsdp", AMP, ZBV, TWICE, parts(4), pp=2, dp_shard=2),
         "zbv x fsdp, resharded": made(
-            LLAMA, "fsdp", ZBV, {"reshard": "yes"}, parts(8), pp=2, dp_shard=2
+            LLAMA, "fsdp", ZBV, {"reshard": "yes"}, parts(4), pp=2, dp_shard=2
         ),
         "zbv x ep": made(
             replace(MIXTRAL, num_layers=4), "fsdp", AMP, ZBV, parts(4), pp=2, ep=2, dp_shard=2
         ),
         "zbv x tp": made(replace(LLAMA, num_kv_heads=4), "none", ZBV, parts(4), pp=2, tp=2),
         "zbv x cp": made(LLAMA, "fsdp", AMP, ZBV, parts(4), pp=2, cp=2),
-        "dualpipev": made(DEEP, "none", DUALPIPE_V, of(9), pp=4),
+        "dualpipev": made(DEEP, "none", DUALPIPE_V, parts(8), pp=4),
         "dualpipev x fsdp": made(LLAMA, "fsdp", AMP, DUALPIPE_V, parts(4), pp=2, dp_shard=2),
         "ep x fsdp": made(MOE, "fsdp", AMP, ep=2, dp_shard=4),
         "ep x fsdp, latent attention": made(DEEPSEEK, "fsdp", FULL, ep=2, dp_shard=4),
