@@ -114,7 +114,7 @@ class Graphed:
             self._loss = once()
 
 
-_TORCH_NAMES = {
+TORCH_NAMES = {
     PipelineSchedule.ONE_F_ONE_B: "1F1B",
     PipelineSchedule.INTERLEAVED: "Interleaved1F1B",
     PipelineSchedule.GPIPE: "GPipe",
@@ -122,7 +122,7 @@ _TORCH_NAMES = {
     PipelineSchedule.ZBV: "ZBVZeroBubble",
     PipelineSchedule.DUALPIPE_V: "DualPipeV",
 }
-_OF_ONE_STAGE = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE)
+OF_ONE_STAGE = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE)
 
 
 class Pipelined:
@@ -164,8 +164,8 @@ class Pipelined:
 
         # Scaled by torch, gradients of earlier micro-steps would be divided once more.
         options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
-        made: Any = get_schedule_class(_TORCH_NAMES[case.pp_schedule])
-        has_one = case.pp_schedule in _OF_ONE_STAGE
+        made: Any = get_schedule_class(TORCH_NAMES[case.pp_schedule])
+        has_one = case.pp_schedule in OF_ONE_STAGE
         self._schedule = made(stages[0] if has_one else stages, count, **options)
         self._update = Update(case, self.models, over_stages=self._sum_over_stages)
 
