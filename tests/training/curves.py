@@ -84,6 +84,7 @@ def spread(
     )
 
 
+_WHOLE: dict[str, Any] = {"reshard": "no"}  # weights stay gathered after forward passes
 _ACCUMULATED = {"schedule": Schedule.STEP, "grad_accum": 2, "grad_sync": GradSync.LAST}
 CASES = {
     "ddp": spread(SHORT, "ddp", dp_replicate=4),
@@ -117,6 +118,30 @@ CASES = {
         {"pp_schedule": PipelineSchedule.INTERLEAVED, "pp_stages": 4},
         pp=2,
         tp=2,
+    ),
+    "pp, zb1p": spread(
+        LLAMA, "fsdp", _WHOLE | {"pp_schedule": PipelineSchedule.ZB1P}, pp=2, dp_shard=2
+    ),
+    "pp, zb1p, four stages a rank": spread(
+        small("llama-3.1-8b", 8),
+        "fsdp",
+        _WHOLE | {"pp_schedule": PipelineSchedule.ZB1P, "pp_stages": 4, "pp_microbatches": 4},
+        pp=2,
+        dp_shard=2,
+    ),
+    "pp, zbv": spread(
+        replace(LLAMA, num_layers=8), "none", {"pp_schedule": PipelineSchedule.ZBV}, pp=4
+    ),
+    "pp, dualpipev": spread(
+        LLAMA, "fsdp", _WHOLE | {"pp_schedule": PipelineSchedule.DUALPIPE_V}, pp=2, tp=2
+    ),
+    "pp, zbv, experts": spread(
+        replace(MIXTRAL, num_layers=4),
+        "fsdp",
+        _WHOLE | {"pp_schedule": PipelineSchedule.ZBV},
+        pp=2,
+        ep=2,
+        dp_shard=2,
     ),
     "ep": spread(MIXTRAL, "fsdp", ep=4, dp_shard=4),
     "ep x fsdp": spread(MIXTRAL, "fsdp", ep=2, dp_shard=4),

@@ -25,6 +25,7 @@ TWICE: dict[str, Any] = {"grad_accum": 2}
 LAST: dict[str, Any] = {**TWICE, "grad_sync": GradSync.LAST}
 MASTER: dict[str, Any] = {"precision": Precision.MASTER}
 FULL: dict[str, Any] = {"recompute": Recompute.FULL}
+WHOLE_WEIGHTS: dict[str, Any] = {"reshard": "no"}
 GPIPE: dict[str, Any] = {"pp_schedule": PipelineSchedule.GPIPE}
 ZB1P: dict[str, Any] = {"pp_schedule": PipelineSchedule.ZB1P}
 ZBV: dict[str, Any] = {"pp_schedule": PipelineSchedule.ZBV}
@@ -138,22 +139,33 @@ CASES: dict[int, dict[str, TrainCase]] = {
             LLAMA, "fsdp", GPIPE, {"reshard": "no"}, parts(4), pp=2, dp_shard=2
         ),
         "zb1p": made(DEEP, "none", ZB1P, parts(8), pp=4),
-        "zb1p x fsdp": made(LLAMA, "fsdp", AMP, ZB1P, parts(4), pp=2, dp_shard=2),
+        "zb1p x fsdp": made(
+            LLAMA, "fsdp", AMP, WHOLE_WEIGHTS, ZB1P, parts(4), pp=2, dp_shard=2
+        ),
         "zb1p x tp with masters": made(
             HEADS, "none", MASTER, ZB1P, {"pp_stages": 1}, parts(4), pp=2, tp=2
         ),
         "zbv": made(DEEP, "none", ZBV, parts(8), pp=4),
-        "zbv x fsdp": made(LLAMA, "fsdp", AMP, ZBV, TWICE, parts(4), pp=2, dp_shard=2),
-        "zbv x fsdp, resharded": made(
-            LLAMA, "fsdp", ZBV, {"reshard": "yes"}, parts(4), pp=2, dp_shard=2
+        "zbv x fsdp": made(
+            LLAMA, "fsdp", AMP, WHOLE_WEIGHTS, ZBV, TWICE, parts(4), pp=2, dp_shard=2
         ),
         "zbv x ep": made(
-            replace(MIXTRAL, num_layers=4), "fsdp", AMP, ZBV, parts(4), pp=2, ep=2, dp_shard=2
+            replace(MIXTRAL, num_layers=4),
+            "fsdp",
+            AMP,
+            WHOLE_WEIGHTS,
+            ZBV,
+            parts(4),
+            pp=2,
+            ep=2,
+            dp_shard=2,
         ),
         "zbv x tp": made(replace(LLAMA, num_kv_heads=4), "none", ZBV, parts(4), pp=2, tp=2),
-        "zbv x cp": made(LLAMA, "fsdp", AMP, ZBV, parts(4), pp=2, cp=2),
+        "zbv x cp": made(LLAMA, "fsdp", AMP, WHOLE_WEIGHTS, ZBV, parts(4), pp=2, cp=2),
         "dualpipev": made(DEEP, "none", DUALPIPE_V, parts(8), pp=4),
-        "dualpipev x fsdp": made(LLAMA, "fsdp", AMP, DUALPIPE_V, parts(4), pp=2, dp_shard=2),
+        "dualpipev x fsdp": made(
+            LLAMA, "fsdp", AMP, WHOLE_WEIGHTS, DUALPIPE_V, parts(4), pp=2, dp_shard=2
+        ),
         "ep x fsdp": made(MOE, "fsdp", AMP, ep=2, dp_shard=4),
         "ep x fsdp, latent attention": made(DEEPSEEK, "fsdp", FULL, ep=2, dp_shard=4),
         "cp x fsdp": made(SHORT, "fsdp", dp_shard=2, cp=2),

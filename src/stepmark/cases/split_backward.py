@@ -20,10 +20,19 @@ def split_refusals(
     recompute: Recompute,
     compiles: CompileScope,
     is_narrow: bool,
+    reshard: str,
 ) -> Iterator[tuple[str, object, str]]:
-    """Yield field, value and rule. is_narrow: products in FP8 or narrower."""
+    """Yield field, value and rule.
+
+    is_narrow: products in FP8 or narrower. reshard: of FSDP after a forward pass; no without.
+    """
     if not schedule.splits_backward:
         return
+    if reshard != "no":
+        # stage_backward_input looks for the parameters of that moment, which are those of the
+        # shards then; the graph does not have them, and their gradients are missing.
+        what = f"no with {schedule}: torch would drop the gradients of resharded weights"
+        yield "reshard_after_forward", reshard, what
     if recompute is not Recompute.NONE:
         # Each run of the graph would recompute what it reaches.
         yield "recompute", recompute, f"none with {schedule}, which would recompute many times"

@@ -162,13 +162,14 @@ def _pipeline(case: TrainCase) -> Refused:
         yield "loss-chunks", case.loss_chunks, "1 with a pipeline, which has microbatches"
     if case.pp_stages == 1 and case.pp_schedule is PipelineSchedule.INTERLEAVED:
         yield "pp-stages", 1, "2 or more with interleaved; 1f1b has one"
-    names = {"recompute": "ac"}
+    names = {"recompute": "ac", "reshard_after_forward": "reshard"}
     for field, value, allowed in split_refusals(
         case.pp_schedule,
         model,
         recompute=case.recompute,
         compiles=case.compile,
         is_narrow=case.fp8 is not Fp8.NONE,
+        reshard=case.reshard if case.data_parallel is DataParallel.FSDP else "no",
     ):
         yield names.get(field, dashed(field)), value, allowed
 

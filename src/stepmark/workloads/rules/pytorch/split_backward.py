@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from stepmark.cases.split_backward import split_refusals
+from stepmark.cases.training import DataParallel
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Norm, Phase
 from stepmark.step.workload import ComputeOp, Kernel, Operation
@@ -27,12 +28,14 @@ def check_split(job: AnyJob, settings: PyTorch) -> None:
         return  # a model of one's own has no pipeline
     if settings.lora_rank is not None:
         raise ConfigError("lora_rank", settings.lora_rank, f"left out with {schedule}")
+    is_sharded = settings.data_parallel is DataParallel.FSDP
     for field, value, allowed in split_refusals(
         schedule,
         job.model,
         recompute=settings.recompute,
         compiles=settings.compile,
         is_narrow=job.products is not None,
+        reshard=(settings.reshard_after_forward or "no") if is_sharded else "no",
     ):
         raise ConfigError(field, value, allowed)
 
