@@ -56,6 +56,9 @@ CASES = [
     case(axes={"pp": 4}, pp_schedule=PipelineSchedule.INTERLEAVED, blocks_per_group=2),
     case(axes={"pp": 2}, pp_schedule=PipelineSchedule.INTERLEAVED, pp_stages=3, mbs=6),
     case(MIXTRAL, axes={"pp": 2, "ep": 2}, pp_schedule=PipelineSchedule.INTERLEAVED),
+    case(axes={"pp": 2}, pp_schedule=PipelineSchedule.ZB1P, reshard="no"),
+    case(axes={"pp": 2}, pp_schedule=PipelineSchedule.ZBV, reshard="no", mbs=8),
+    case(axes={"pp": 2}, pp_schedule=PipelineSchedule.DUALPIPE_V, reshard="no", mbs=8),
 ]
 
 
@@ -121,10 +124,12 @@ def test_a_step_frees_all_but_the_state(case: TrainCase) -> None:
     assert memory.heap._requested["gathered"] == 0
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", [each for each in PipelineSchedule if each is not PipelineSchedule.GPIPE]
+)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_passes_that_are_left_out_need_no_more_memory(
-    schedule: str, shards: int, monkeypatch: pytest.MonkeyPatch
+    schedule: PipelineSchedule, shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All passes of a schedule allocate as much as those that are replayed."""
     long = case(

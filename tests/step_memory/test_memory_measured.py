@@ -12,7 +12,7 @@ from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.units import GIB
 from stepmark.model.model_tables import find_model
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.step.tree import stage_of_case
 from stepmark.step_memory.allocator import Allocator, Block
 from stepmark.step_memory.memory import calibrated, estimate, stage_estimates, verdict
@@ -304,7 +304,7 @@ def test_stages_of_a_pipeline_keep_what_they_receive(
         parallel=ParallelConfig(pp=2),
         data_parallel=DataParallel.NONE,
         precision=Precision.BF16,
-        pp_schedule=schedule,
+        pp_schedule=PipelineSchedule(schedule),
         pp_stages=stages,
         pp_microbatches=16,
         device="cuda",

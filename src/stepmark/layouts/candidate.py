@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from stepmark.cases.training import Recompute
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.step.workload import Workload
 from stepmark.step_memory import workload_memory
 from stepmark.step_memory.rank_memory import RankMemory
@@ -65,6 +65,13 @@ class Candidate:
         is_block = settings.recompute_method == "block"
         return f"{settings.recompute_num_layers}/chunk" if is_block else "full"
 
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """How a pipeline orders its passes; interleaved chunks count as 1F1B."""
+        own = getattr(self.settings, "pp_schedule", PipelineSchedule.ONE_F_ONE_B)
+        is_plain = own is PipelineSchedule.INTERLEAVED
+        return PipelineSchedule.ONE_F_ONE_B if is_plain else PipelineSchedule(own)
+
     @cached_property
     def axes(self) -> Mapping[str, Any]:
         """What layouts differ in, but for the data ranks, which the others leave."""
@@ -74,6 +81,7 @@ class Candidate:
             "tp": own.tp,
             "pp": own.pp,
             "vpp": self.num_chunks,
+            "pp_schedule": self.schedule.value,
             "cp": own.cp,
             "ep": own.ep,
             "dp_replicate": own.dp_replicate,

@@ -16,6 +16,7 @@ from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.layer_kinds import stages_of
 from stepmark.layouts.plan_options import BOTH, PlanOptions
 from stepmark.model.model import ModelConfig
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.workloads import workload_flags
 from stepmark.workloads.job import Job
 from stepmark.workloads.models import read_models
@@ -191,14 +192,33 @@ def _of_megatron(
 def _of_pytorch(
     options: PlanOptions, model: ModelConfig, axes: Axes, data_ranks: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield settings of PyTorch: replicas, chunks, checkpointed blocks."""
-    for replicas, chunks, word in itertools.product(
-        _REPLICAS, _chunks(options, model, axes.pp), options.recompute
+    """Yield settings of PyTorch: replicas, schedules and chunks, checkpointed blocks."""
+    for replicas, pipeline, word in itertools.product(
+        _REPLICAS, list(_pipelines(options, model, axes.pp)), options.recompute
     ):
         shards, rest = divmod(data_ranks, replicas)
         if rest or (replicas > 1 and shards < _LEAST_SHARDS):
             continue
+        schedule, chunks = pipeline
+        if word != "none" and schedule.splits_backward:
+            continue
         own: dict[str, Any] = {"dp_replicate": replicas, **_CHECKPOINTS[word]}
-        if chunks > 1:
-            own |= {"pp_schedule": "interleaved", "pp_stages": chunks}
+        if schedule is not PipelineSchedule.ONE_F_ONE_B:
+            own["pp_schedule"] = schedule.value
+        if schedule.has_stages:
+            own["pp_stages"] = chunks
         yield own
+
+
+def _pipelines(
+    options: PlanOptions, model: ModelConfig, pp: int
+) -> Iterator[tuple[PipelineSchedule, int]]:
+    """Yield schedules of PyTorch with the stages of a rank."""
+    plain = PipelineSchedule.ONE_F_ONE_B
+    for chunks in _chunks(options, model, pp):
+        for name in options.pp_schedule if pp > 1 else (plain,):
+            schedule = PipelineSchedule(name)
+            if schedule is plain and chunks > 1:
+                schedule = PipelineSchedule.INTERLEAVED
+            if schedule.num_chunks(chunks) == chunks:
+                yield schedule, chunks

@@ -47,20 +47,22 @@ def least_bytes(candidate: Candidate) -> float:
     reduced = settings.reduce_dtype.itemsize / whole
     message = job.tokens // axes.tp * model.hidden_size * job.dtype.itemsize
     most = 0.0
+    last = 0 if candidate.schedule.is_v else axes.pp - 1  # rank with the last stage
     for stage, chunks in enumerate(stages):
         if stage in (0, axes.pp - 1) or len(chunks) == 1:
             params = sum(_total(chunk, numel) for chunk in chunks)
             sizes = [_total(chunk, saved) for chunk in chunks]
             first, later = _saved_bytes(candidate, stage, sizes)
+            is_last = stage == last
             needed = (_STATE_BYTES / shards + gathered) * params
             needed += min((again[kind] for chunk in chunks for kind in chunk), default=0)
             if later:
                 first = max(first, later + reduced * params)
             needed += first
             # Received from neighbours, of all micro-batches.
-            ends = (stage == 0) + (stage == axes.pp - 1)
+            ends = (stage == 0) + is_last
             needed += (2 * len(chunks) - ends) * job.num_microbatches * message
-            most = max(most, needed + (logits if stage == axes.pp - 1 else 0))
+            most = max(most, needed + (logits if is_last else 0))
     return most
 
 
@@ -78,11 +80,14 @@ def _saved_bytes(candidate: Candidate, stage: int, sizes: Sequence[int]) -> tupl
     pp = candidate.parallel.pp
     count = candidate.job.num_microbatches
     chunks = len(sizes)
+    if candidate.schedule.is_v:  # its first chunk begins with as many
+        return min(count, 2 * (pp - stage) - 1) * sizes[0], 0
     in_row = 1  # micro-batches that a chunk takes in a row
     warmup = pp - stage - 1
     if chunks > 1:
         in_row = count // max(1, count // pp)
-        warmup = 2 * warmup + (chunks - 1) * in_row
+        each = 1 if candidate.schedule.splits_backward else 2
+        warmup = each * warmup + (chunks - 1) * in_row
     passes = min(warmup + 1, count * chunks)
     order = [sizes[number // in_row % chunks] for number in range(passes + chunks * in_row)]
     first = sum(order[:passes])

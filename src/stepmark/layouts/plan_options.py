@@ -21,6 +21,7 @@ from stepmark.model.network_options import NetworkOptions
 from stepmark.predictions.training_run import GpuHourPrices, Tokens
 
 BOTH = "both"
+SCHEDULES = ("1f1b", "zb1p", "zbv", "dualpipev")
 RECOMPUTED = ("none", "quarter", "half", "full")  # layers that are recomputed
 
 
@@ -117,6 +118,10 @@ class Ranges:
     tp: WholeNumbers | None = flag("tensor parallelism [divisors up to a host's GPUs]")
     pp: WholeNumbers | None = flag("pipeline stages [divisors of the GPUs]")
     vpp: WholeNumbers | None = flag("model chunks per stage [those that divide the layers]")
+    pp_schedule: Annotated[tuple[str, ...], comma_list(words_of(*SCHEDULES))] = flag(
+        "of PyTorch's pipelines: 1f1b (with vpp interleaved), zb1p, zbv, dualpipev",
+        default=SCHEDULES[:1],
+    )
     cp: WholeNumbers | None = flag("context parallelism [1; more with over 8K tokens]")
     ep: WholeNumbers | None = flag("expert parallelism [divisors of the experts up to 64]")
     mbs: WholeNumbers | None = flag("sequences per micro-batch [1,2,4,8]")

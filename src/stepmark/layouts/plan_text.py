@@ -12,6 +12,7 @@ from stepmark.tables.table import Table
 
 FRAMEWORKS = {"megatron": "Megatron", "pytorch": "PyTorch"}
 _RARE = ("vpp", "cp", "ep")  # axes
+_PLAIN = "1f1b"
 _MOST_REASONS = 4
 _MOST_SMALLER = 3
 _TIE = 0.4  # chance of being faster than the first, from which a layout is worth a measurement
@@ -81,9 +82,10 @@ def place(row: Row) -> str:
     again = "no recomputation"
     if row["recompute"] != "none":
         again = f"recomputed layers {row['recompute']}"
+    schedule = [] if row["pp_schedule"] == _PLAIN else [row["pp_schedule"]]
     replicas = row["dp_replicate"]
     replicated = [f"{replicas} replicas of the shards"] if replicas > 1 else []
-    return ", ".join((row["framework"], *degrees, *replicated, again))
+    return ", ".join((row["framework"], *degrees, *schedule, *replicated, again))
 
 
 def _figures(row: Row) -> str:
@@ -182,10 +184,12 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     """Return the columns of these layouts, without axes that none of them has."""
     chosen = ["tp", "pp"] + [name for name in _RARE if any(row[name] > 1 for row in rows)]
     several = len({row["gpus"] for row in rows}) > 1
+    has_schedules = any(row["pp_schedule"] != _PLAIN for row in rows)
     return [
         *([given("gpus", COUNT, "GPUs")] if several else []),
         given("framework", TEXT, "rules", _framework),
         *(given(name, COUNT) for name in chosen),
+        *([given("pp_schedule", TEXT, "schedule")] if has_schedules else []),
         given("dp", COUNT, words=_data_ranks),
         given("mbs", COUNT),
         given("recompute", TEXT, "ckpt"),

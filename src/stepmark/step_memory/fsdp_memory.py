@@ -85,8 +85,13 @@ class FsdpMemory(FsdpEvents[Weight]):
     def collect_grads(self, group: ParamGroup[Weight], *, reduces: bool) -> None:
         size = self._reduced_itemsize
         stored_size = self._formats.stored_itemsize
+        for weight in group.params:
+            if weight.fresh is not None:
+                self._heap.free(weight.fresh)
+                weight.fresh = None
         for weight in () if reduces else group.params:  # it waits in the reduction's dtype
-            assert weight.grad is not None
+            if weight.grad is None:  # the weights' part of a split pass comes later
+                continue
             waiting = self._heap.allocate(weight.numel * size, "gathered")
             self._heap.free(weight.grad)
             weight.grad = waiting

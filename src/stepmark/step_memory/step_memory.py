@@ -436,7 +436,14 @@ class StepMemory:
 
     def _add_waiting(self, waiting: _Waiting) -> None:
         """Compute the gradients of weights that a backward pass left, the first ones first."""
+        case = self._case
+        converts = self._formats.is_fsdp
+        converts = converts and case.reduce_dtype.itemsize != self._formats.grad_itemsize
         for weights, blocks in reversed(waiting):
+            for weight in weights if converts else ():
+                if weight.grad is not None and weight.fresh is None:
+                    size = weight.numel * self._formats.grad_itemsize
+                    weight.fresh = self.heap.allocate(size, "gradients")
             self._add_grads(weights)
             self.heap.free(*blocks)
 

@@ -42,7 +42,10 @@ class Formats:
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """A parameter on this rank: elements before and after FSDP divides it."""
+    """A parameter on this rank: elements before and after FSDP divides it.
+
+    fresh: a gradient that is yet to be added to the one that waits for its reduction.
+    """
 
     param: Param
     numel: int
@@ -52,6 +55,7 @@ class Weight:
     gathered_itemsize: int
     copy_itemsize: int  # of a copy for its product; 0: none
     grad: Block | None = None
+    fresh: Block | None = None
     copy: Block | None = None
 
 
