@@ -544,8 +544,33 @@ REFUSED = [
     ),
     (
         LLAMA,
-        "--strategy pp --nproc 2 --pp-schedule gpipe",
-        "pp-schedule gpipe is invalid: it must be one of 1f1b",
+        "--strategy pp --nproc 2 --pp-schedule looped",
+        "pp-schedule looped is invalid: it must be one of 1f1b",
+    ),
+    (
+        LLAMA,
+        "--strategy pp --nproc 2 --mbs 4 --pp-schedule interleaved --pp-stages 1",
+        "pp-stages 1 is invalid: it must be 2 or more with interleaved",
+    ),
+    (
+        LLAMA,
+        "--strategy pp --nproc 2 --mbs 4 --pp-schedule zbv --ac full",
+        "ac full is invalid: it must be none with zbv, which would recompute many times",
+    ),
+    (
+        LLAMA,
+        "--strategy pp --nproc 2 --mbs 4 --pp-schedule zbv --compile",
+        "compile block is invalid: it must be none with zbv: torch does not split",
+    ),
+    (
+        LLAMA,
+        "--strategy pp --nproc 2 --mbs 4 --pp-schedule zb1p --fp8",
+        "pp-schedule zb1p is invalid: it must be 1f1b, interleaved or gpipe: not zb1p",
+    ),
+    (
+        LLAMA,
+        "--strategy fsdp --pp 2 --nproc 4 --mbs 4 --pp-schedule zbv --reshard yes",
+        "reshard is invalid: it must be no with zbv: torch would drop",
     ),
     (LLAMA, "--async-tp", "async-tp is invalid: it works only with tensor parallelism (--tp)"),
     (

@@ -108,6 +108,17 @@ def test_the_older_layout_is_the_same_job(tmp_path: Path) -> None:
         ),
         ("[parallelism]\npipeline_parallel_schedule = 'ZBVZeroBubble'", {"pp_schedule": None}),
         (
+            "[parallelism]\npipeline_parallel_degree = 2\n"
+            "pipeline_parallel_schedule = 'ZBVZeroBubble'",
+            {"pp_schedule": "zbv"},
+        ),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\n"
+            "pipeline_parallel_layers_per_stage = 6\n"
+            "pipeline_parallel_schedule = 'InterleavedZeroBubble'",
+            {"pp_schedule": "zb1p", "pp_stages": "3"},
+        ),
+        (
             "[parallelism]\nfsdp_reshard_after_forward = 'never'",
             {"reshard_after_forward": "no"},
         ),
@@ -175,8 +186,14 @@ def test_keys_are_options(text: str, options: dict[str, str | None], tmp_path: P
         ("[optimizer]\nname = 'Muon'", "optimizer.name Muon is invalid: it must be AdamW"),
         (
             "[parallelism]\npipeline_parallel_degree = 2\n"
-            "pipeline_parallel_schedule = 'ZBVZeroBubble'",
+            "pipeline_parallel_schedule = 'LoopedBFS'",
             "one of 1F1B, Interleaved1F1B, GPipe",
+        ),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\n"
+            "pipeline_parallel_layers_per_stage = 6\n"
+            "pipeline_parallel_schedule = 'DualPipeV'",
+            "one with 2 stages per rank for DualPipeV, not 1",
         ),
         (
             "[parallelism]\npipeline_parallel_degree = 2\n"

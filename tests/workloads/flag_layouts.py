@@ -268,7 +268,7 @@ OF_STEP: dict[str, tuple[Any, ...]] = {
     "bucket_view": (True,),
     "tp_plan": ("whole",),
     "pp_split": ("even",),
-    "pp_schedule": ("interleaved",),
+    "pp_schedule": ("interleaved", "gpipe", "zb1p", "zbv", "dualpipev"),
     "pp_stages": ("4",),
     "pp_microbatches": ("8",),
 }

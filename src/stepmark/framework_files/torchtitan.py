@@ -147,6 +147,11 @@ _FLOAT8_GATHER = "quantize.linear.float8.enable_fsdp_float8_all_gather"
 _SCOPE = "compile.scope"
 _COUNT = "pipeline.microbatches"
 _STAGES = "pipeline.stages"
+# Of schedules in which it is no choice (distributed/pipeline_parallel.py: pipeline_llm).
+_STAGES_PER_RANK = {
+    **dict.fromkeys(("1F1B", "GPipe"), range(1, 2)),
+    **dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), range(2, 3)),
+}
 _BUCKET = "replicate.bucket_cap_mb"
 _CP = "parallelism.context_parallel_degree"
 _REPLICATED = "parallelism.data_parallel_replicate_degree"
@@ -461,6 +466,11 @@ def _prepare_pipeline(keys: Keys) -> None:
         stages, rest = divmod(math.ceil((_num_layers(keys) + 2) / int(layers)), pp)
         if rest or not stages:
             raise ConfigError(_LAYERS_PER_STAGE, layers, f"one with a multiple of {pp} stages")
+        schedule = keys.get(_SCHEDULE, "1F1B")
+        own = _STAGES_PER_RANK.get(schedule, range(2, stages + 2))
+        if stages not in own:
+            allowed = f"one with {own[0]} stages per rank for {schedule}, not {stages}"
+            raise ConfigError(_LAYERS_PER_STAGE, layers, allowed)
         if stages > 1:
             keys[_STAGES] = str(stages)
 
@@ -514,7 +524,9 @@ def _complete(keys: Keys) -> Keys:
         size = keys.get(_BATCH, "8")
         keys[_BATCH] = str(int(size) * int(count))
         keys[_MICRO_BATCH] = size
-        if keys.get(_SCHEDULE) == "Interleaved1F1B":
+        if keys.get(_SCHEDULE, "1F1B") not in _STAGES_PER_RANK:
+            if stages == "1":
+                raise ConfigError("pp-stages", stages, "2 or more in torchtitan's file")
             layers = int(widths["num_layers"]) + 2
             size_of_stage = math.ceil(layers / (pp * int(stages)))
             if math.ceil(layers / size_of_stage) != pp * int(stages):

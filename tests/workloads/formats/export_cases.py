@@ -8,7 +8,7 @@ from typing import Any
 from stepmark.ground.errors import ConfigError
 from stepmark.model.layers import MoeConfig
 from stepmark.model.model import ModelConfig
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
@@ -48,12 +48,18 @@ AXES: dict[str, tuple[Axes, Axes]] = {
     ),
     "fsdp": (
         {**_LAYOUT, "ep": TWO},
-        {"pp_schedule": ("1f1b", "interleaved"), "reshard_after_forward": ("yes", "no")},
+        {
+            "pp_schedule": (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED),
+            "reshard_after_forward": ("yes", "no"),
+        },
     ),
     "ddp": ({"dp_replicate": (1, 2, 4), "cp": TWO}, {"init_sync": BOOL}),
     "tp": ({"tp": (1, 2)}, {"masters": BOOL}),
     "dlrm": ({"dp_shard": (1, 2, 4)}, {"mini_batch_size": (8, 16)}),
-    "pp": ({"tp": TWO, "pp": (1, 2, 4)}, {"pp_schedule": ("1f1b", "gpipe")}),
+    "pp": (
+        {"tp": TWO, "pp": (1, 2, 4)},
+        {"pp_schedule": (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE)},
+    ),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from stepmark.ground.errors import ConfigError
 from stepmark.model.layers import MlaConfig, MoeConfig
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.step.workload import Workload
 from stepmark.workloads.formats import FORMATS
 from stepmark.workloads.job import Job
@@ -41,7 +41,7 @@ LATENT = replace(
         router_bias=True,
     ),
 )
-SCHEDULES = ("1f1b", "interleaved", "gpipe")
+SCHEDULES = tuple(PipelineSchedule)
 ALL_AXES = ("tp", "pp", "cp", "dp_shard", "dp_replicate", "ep")
 # By framework: the axes, and values of settings.
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = {

@@ -19,6 +19,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import FACTS, Collective, RedOp, num_parts
 from stepmark.model.ops import Phase
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.step.workload import (
     COMPUTE,
     Block,
@@ -478,8 +479,9 @@ def header(workload: Workload) -> str:
     sizes = {name: group.size for name, group in workload.groups.items()}
     settings = workload.settings
     chunks = [settings.get(name) for name in _VPP]
-    if settings.get("pp_schedule") == "interleaved":
-        chunks.append(settings.get("pp_stages"))
+    if "pp_schedule" in settings:
+        schedule = PipelineSchedule(str(settings["pp_schedule"]))
+        chunks.append(schedule.num_chunks(int(settings.get("pp_stages") or 2)))
     tp = sizes.get("tp", 1)
     ep = sizes.get("ep", 1)
     etp = sizes.get("etp", tp) if ep > 1 else tp
