@@ -32,7 +32,7 @@ from stepmark.step_memory.rank_memory import (
 )
 from stepmark.workloads.job import Job
 from stepmark.workloads.pipeline import Pipeline, passes
-from stepmark.workloads.rules.megatron import gradients, narrow
+from stepmark.workloads.rules.megatron import gradients, muon, narrow
 from stepmark.workloads.rules.megatron.chunk import (
     Kind,
     kinds_of,
@@ -121,7 +121,24 @@ def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict
             if settings.use_distributed_optimizer:
                 ranks = plan.size("intra_expt_dp" if bucket.expert else "intra_dp_cp")
             states += of_state * bucket.padded // ranks
+    if settings.optimizer.is_muon:
+        all_params = [param for chunk in chunks for param in layers.params_of(chunk)]
+        states = _muon_states(plan, all_params, of_state - _MOMENTS * _FP32)
     return {"weights_bytes": weights, "gradients_bytes": grads, "optimizer_bytes": states}
+
+
+def _muon_states(plan: Plan, params: Sequence[gradients.Param], of_weight: int) -> int:
+    """Return the bytes of the rank with most: a matrix has one moment, all else two.
+
+    of_weight: bytes of a parameter besides moments.
+    """
+
+    def size(share: tuple[gradients.Param, ...]) -> int:
+        moments = sum(param.count * (1 if param.matrix else _MOMENTS) for param in share)
+        return moments * _FP32 + of_weight * sum(param.count for param in share)
+
+    by_rank = muon.shares(plan, params)
+    return max(map(size, by_rank.dense)) + max(map(size, by_rank.experts))
 
 
 def _narrow_copies(plan: Plan, params: Iterable[gradients.Param]) -> int:

@@ -7,7 +7,7 @@ training/model_parallel.py's (torch/distributed/tensor/parallel/style.py).
 
 from dataclasses import replace
 
-from stepmark.cases.training import DataParallel, GradSync
+from stepmark.cases.training import DataParallel, GradSync, OptimizerKind
 from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
@@ -47,10 +47,32 @@ def _check_attention(job: AnyJob, settings: PyTorch) -> None:
         raise ConfigError("attention_backend", kernel, allowed)
 
 
+def _check_optimizer(job: AnyJob, settings: PyTorch) -> None:
+    """Raise ConfigError for a job that does not run the optimizer."""
+    if settings.optimizer is not OptimizerKind.MUON:
+        return
+    model = job.config
+    is_sharded = settings.data_parallel is DataParallel.FSDP
+    reasons = {
+        # DTensor gathers or sums X or A in each product of each iteration.
+        "it runs on whole matrices: the messages of its products over divided ones, with fsdp"
+        " or tp, are not modelled": is_sharded or job.parallel.tp > 1,
+        # torch/optim/_muon.py: Muon.__init__.
+        "torch.optim.Muon refuses the three dimensions of experts' weights": model is not None
+        and model.moe is not None,
+        "the kernels of --trainer llm-foundry are those of its AdamW": settings.trainer
+        is not Trainer.STEPMARK,
+    }
+    for reason, is_there in reasons.items():
+        if is_there:
+            raise ConfigError("optimizer", settings.optimizer, f"adamw here: {reason}")
+
+
 def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     """Return a step of the job, for one of the rule's names. Raises ConfigError."""
     settings = settings.resolved(job.parallel)
     _check_attention(job, settings)
+    _check_optimizer(job, settings)
     if settings.fp8_all_gather:
         job = _with_cast_weights(job)
     kind = settings.data_parallel
@@ -123,6 +145,7 @@ def _technique(settings: PyTorch) -> Technique:
         loss_chunks=settings.loss_chunks,
         kernels=settings.kernels,
         fuses_optimizer=settings.trainer is Trainer.STEPMARK,
+        optimizer=settings.optimizer,
     )
 
 
