@@ -52,6 +52,8 @@ def _update(param: Param, weights: DType, blocks: Blocks) -> Iterator[Item]:
 
     def kernels(table: tuple[tuple[str, int, int], ...]) -> Iterator[Item]:
         for name, planes, narrow_planes in table:
+            if name == "cast" and weights is DType.BF16:
+                continue  # it is the same tensor
             size = planes * weights.itemsize + narrow_planes * ITEMSIZE
             yield computed(memory_kernel(name, size * param.numel))
 
