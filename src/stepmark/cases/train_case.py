@@ -160,7 +160,8 @@ class TrainCase:
     optimizer: OptimizerKind = field_of(
         Role.SETTING,
         OptimizerKind.ADAMW,
-        "adamw; muon: torch.optim.Muon of the blocks' matrices, adamw of the rest [adamw]",
+        "adamw; adamw8bit: torchao's; muon: torch.optim.Muon of the blocks' matrices, adamw of "
+        "the rest [adamw]",
         reads=OptimizerKind,
         group="Optimizer step",
         words="{}",

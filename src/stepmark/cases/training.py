@@ -71,6 +71,7 @@ class OptimizerKind(StrEnum):
     """Optimizer of PyTorch."""
 
     ADAMW = "adamw"  # torch.optim.AdamW, fused
+    ADAMW8BIT = "adamw8bit"  # torchao.optim.AdamW8bit: both moments in 8 bits
     MUON = "muon"  # torch.optim.Muon of the blocks' matrices, AdamW of the other parameters
 
 

@@ -16,6 +16,7 @@ from stepmark.step_memory.fsdp_memory import FsdpMemory
 from stepmark.step_memory.step_tensors import FP32, Formats, FsdpUnit, UnitBuilder, Weight
 from stepmark.workloads.pipeline import Act, Action
 from stepmark.workloads.rules.pytorch.fsdp_order import FsdpOrder
+from stepmark.workloads.rules.pytorch.narrow_states import moment_bytes
 from stepmark.workloads.rules.pytorch.schedules import Order, Schedule, act_of, spans
 
 # cuBLAS's on Hopper, for the thread of the forward pass and that of the backward pass.
@@ -444,8 +445,11 @@ class StepMemory:
         is_master = self._case.precision is Precision.MASTER
         size = FP32 if is_master else self._formats.stored_itemsize
         for weight in self._weights if not self._has_moments else ():
-            for _ in range(1 if id(weight) in self._matrices else 2):
-                self.heap.allocate(weight.stored * size, "optimizer")
+            moment: tuple[int, ...] = (weight.stored * size,)
+            if self._case.optimizer is OptimizerKind.ADAMW8BIT:
+                moment = moment_bytes(weight.stored, size)
+            for num_bytes in moment * (1 if id(weight) in self._matrices else 2):
+                self.heap.allocate(num_bytes, "optimizer")
         self._has_moments = True
         for weight in self._matrices.values():
             # The update, the same in bf16 before and after an iteration, A and B.

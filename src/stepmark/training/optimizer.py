@@ -87,10 +87,13 @@ def build_optimizers(
         )
         optimizers.append(muon)
     if others:
-        adamw = torch.optim.AdamW(
-            others, lr=case.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-        optimizers.append(adamw)
+        options: dict[str, Any] = {"lr": case.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        if case.optimizer is OptimizerKind.ADAMW8BIT:
+            from torchao.optim import AdamW8bit  # noqa: PLC0415  # optional, slow to import
+
+            optimizers.append(AdamW8bit(others, **options))
+        else:
+            optimizers.append(torch.optim.AdamW(others, **options, fused=True))
     return optimizers
 
 

@@ -6,7 +6,10 @@ The momentum has the type of the weights, and products are in bf16 whatever that
 
 from collections.abc import Iterator, Sequence
 
+from stepmark.cases.training import DataParallel
 from stepmark.ground.dtypes import DType
+from stepmark.model.model import ModelConfig
+from stepmark.model.parallel import ParallelConfig
 from stepmark.step.kernel_choice import memory_kernel
 from stepmark.step.module import Param
 from stepmark.step.newton_schulz import (
@@ -23,6 +26,21 @@ from stepmark.workloads.rules.pytorch.chunk import Blocks, Chunk
 # weights, momentum and gradients, and those in bf16.
 _BEFORE = (("lerp", 3, 0), ("lerp", 3, 0), ("cast", 1, 1), ("norm", 0, 1), ("div", 0, 2))
 _AFTER = (("mul", 2, 0), ("add", 2, 1))
+
+
+def refusal(
+    model: ModelConfig | None, parallel: ParallelConfig, data_parallel: DataParallel | None
+) -> str:
+    """Return why a job has no Muon; "" if it may have it."""
+    if data_parallel is DataParallel.FSDP or parallel.tp > 1:
+        # DTensor gathers or sums X or A in each product of each iteration.
+        return (
+            "it runs on whole matrices; messages of its products over divided ones, with fsdp"
+            " or tp, are not modelled"
+        )
+    if model is not None and model.moe is not None:  # Muon.__init__
+        return "torch.optim.Muon refuses the three dimensions of experts' weights"
+    return ""
 
 
 def is_matrix(param: Param) -> bool:

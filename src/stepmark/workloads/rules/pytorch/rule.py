@@ -15,6 +15,7 @@ from stepmark.model.ops import Scaling
 from stepmark.step.workload import Workload
 from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, Job, check_single, plain_settings, refuse_first
+from stepmark.workloads.rules.pytorch import muon
 from stepmark.workloads.rules.pytorch.ddp import Reducer
 from stepmark.workloads.rules.pytorch.fsdp import sharding_of
 from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds, Trainer
@@ -49,23 +50,15 @@ def _check_attention(job: AnyJob, settings: PyTorch) -> None:
 
 def _check_optimizer(job: AnyJob, settings: PyTorch) -> None:
     """Raise ConfigError for a job that does not run the optimizer."""
-    if settings.optimizer is not OptimizerKind.MUON:
+    if settings.optimizer is OptimizerKind.ADAMW:
         return
-    model = job.config
-    is_sharded = settings.data_parallel is DataParallel.FSDP
-    reasons = {
-        # DTensor gathers or sums X or A in each product of each iteration.
-        "it runs on whole matrices: the messages of its products over divided ones, with fsdp"
-        " or tp, are not modelled": is_sharded or job.parallel.tp > 1,
-        # torch/optim/_muon.py: Muon.__init__.
-        "torch.optim.Muon refuses the three dimensions of experts' weights": model is not None
-        and model.moe is not None,
-        "the kernels of --trainer llm-foundry are those of its AdamW": settings.trainer
-        is not Trainer.STEPMARK,
-    }
-    for reason, is_there in reasons.items():
-        if is_there:
-            raise ConfigError("optimizer", settings.optimizer, f"adamw here: {reason}")
+    reason = ""
+    if settings.optimizer is OptimizerKind.MUON:
+        reason = muon.refusal(job.config, job.parallel, settings.data_parallel)
+    if settings.trainer is not Trainer.STEPMARK:
+        reason = "the kernels of --trainer llm-foundry are those of its AdamW"
+    if reason:
+        raise ConfigError("optimizer", settings.optimizer, f"adamw here: {reason}")
 
 
 def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:

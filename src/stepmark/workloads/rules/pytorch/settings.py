@@ -143,7 +143,8 @@ class PyTorch:
     )
     clip: bool = setting(True, "clip gradients by their norm")
     optimizer: OptimizerKind = setting(
-        OptimizerKind.ADAMW, "adamw; muon: torch.optim.Muon of the blocks' matrices"
+        OptimizerKind.ADAMW,
+        "adamw; adamw8bit: torchao's; muon: torch.optim.Muon of the blocks' matrices",
     )
     recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
     recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")

@@ -35,7 +35,7 @@ from stepmark.workloads.pipeline import (
     Tick,
     wait,
 )
-from stepmark.workloads.rules.pytorch import muon
+from stepmark.workloads.rules.pytorch import muon, narrow_states
 from stepmark.workloads.rules.pytorch.chunk import Blocks, Chunk, Layer
 from stepmark.workloads.rules.pytorch.schedules import (
     Schedule,
@@ -457,7 +457,13 @@ def update(
         matrices = muon.matrices_of(chunks)
         items += muon.updates(matrices, technique.weights, blocks)
         size -= sum(param.numel for layer in matrices for param in layer)
-    items += _updates(max(1, size), technique)
+    if technique.optimizer is OptimizerKind.ADAMW8BIT:
+        shards = [_local_numel(param, technique) for param in trained]
+        moved = narrow_states.update_bytes(shards, technique.weights.itemsize)
+        kernel = Kernel(name="adamw8bit", flops=0, bytes_moved=moved)
+        items.append(_computed("update", kernel))
+    else:
+        items += _updates(max(1, size), technique)
     return (*items, *_scales(technique, trained, reduce))
 
 
