@@ -61,6 +61,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE | {"world_size": 8, "gbs": 8, "attention_backend": "local"},
         DENSE | {"world_size": 8, "gbs": 8, "dtype": "fp16"},
         DENSE | {"world_size": 8, "tp": 2, "gbs": 8, "optimizer": "muon"},
+        DENSE | {"world_size": 8, "gbs": 8, "use_precision_aware_optimizer": True} | SHARDED,
     ],
     "deepspeed": [
         SHALLOW | {"world_size": 4, "stage3_prefetch_bucket_size": 10_000} | STAGE3,

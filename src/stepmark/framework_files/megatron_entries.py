@@ -66,6 +66,7 @@ _SETTINGS = {
         *("decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout"),
         *("ddp-bucket-size", "moe-expert-capacity-factor", "moe-aux-loss-coeff"),
         *("recompute-modules", "recompute-num-layers", "muon-num-ns-steps"),
+        *("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"),
         *("num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16"),
     ),
     **switches(
@@ -77,6 +78,7 @@ _SETTINGS = {
         *("overlap-moe-expert-parallel-comm", "delay-wgrad-compute"),
         *("moe-shared-expert-overlap", "cross-entropy-loss-fusion", "fp8-param-gather"),
         *("calculate-per-token-loss", "first-last-layers-bf16", "muon-use-nesterov"),
+        "use-precision-aware-optimizer",
     ),
     "num-virtual-stages-per-pipeline-rank": Entry(
         option="virtual_pipeline_model_parallel_size"
@@ -483,7 +485,6 @@ _UNMODELLED = {
     **unmodelled("gradients are clipped by their norm", "no-clip-grad"),
     **unmodelled("the file names none, and counts as arguments of pretrain_gpt.py", "program"),
     "timing-log-level": Entry(unmodelled="no barriers are timed", off=("1",)),
-    **unmodelled("it has its usual memory", "use-precision-aware-optimizer"),
     **unmodelled("Muon's products are in bf16", "muon-fp32-matmul-prec", "medium"),
     **unmodelled("Muon's iterations are quintic", "muon-coefficient-type", "quintic"),
     **unmodelled("Muon's symmetric products are computed whole", "muon-use-syrk"),
@@ -550,11 +551,6 @@ _REFUSED = {
         "1, as weights are not gathered over more ranks",
         "tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards",
         "1",
-    ),
-    **refused(
-        "fp32: memory of other types is not modelled",
-        "exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype",
-        "fp32",
     ),
     "vocab-size-of-another-tokenizer": Entry(
         refused="left out, or the size of the vocabulary of --tokenizer-type"

@@ -32,7 +32,7 @@ from stepmark.step_memory.rank_memory import (
 )
 from stepmark.workloads.job import Job
 from stepmark.workloads.pipeline import Pipeline, passes
-from stepmark.workloads.rules.megatron import gradients, muon, narrow
+from stepmark.workloads.rules.megatron import adam_states, gradients, muon, narrow
 from stepmark.workloads.rules.megatron.chunk import (
     Kind,
     kinds_of,
@@ -94,6 +94,11 @@ def _stage(
         layers.others.grad_bytes * state["weights_bytes"] // plan.job.dtype.itemsize
     )
     peak = fullest(passes(pipeline, stage), [layers.chunk(chunk) for chunk in chunks])
+    updated = adam_states.temporary_bytes(plan) * (
+        state["optimizer_bytes"] // adam_states.state_bytes(plan)
+    )
+    if updated > sum(peak.values()):  # more than passes have, which are over then
+        peak = {"activations": 0, "working": updated, "head": 0}
     return RankMemory(
         stage=stage,
         **state,
@@ -107,9 +112,7 @@ def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict
     """Return the bytes of parameters, gradients and optimizer, which stay from step to step."""
     settings = plan.settings
     of_weight = plan.job.dtype.itemsize
-    of_state = (_MOMENTS + (plan.job.dtype is not DType.FP32)) * _FP32  # and fp32 weights
-    if plan.gradient_dtype.itemsize < _FP32:  # cast for the update
-        of_state += _FP32
+    of_state = adam_states.state_bytes(plan)
     weights = states = grads = 0
     for chunk in chunks:
         params = layers.params_of(chunk)

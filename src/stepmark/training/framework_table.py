@@ -69,7 +69,8 @@ OWN_WAY = (
     *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
     *("stage3_model_persistence_threshold", "stage3_param_persistence_threshold"),
     *("stage3_prefetch_bucket_size", "muon_tp_mode", "muon_num_ns_steps", "muon_split_qkv"),
-    "muon_use_nesterov",
+    *("muon_use_nesterov", "use_precision_aware_optimizer", "main_grads_dtype"),
+    *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
 )
 # Options that are refused, the values that pass, and what `train` has instead.
 REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {

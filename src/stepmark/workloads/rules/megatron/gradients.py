@@ -26,7 +26,7 @@ from stepmark.step.module import Module
 from stepmark.step.module import Param as ModuleParam
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Item, Operation
 from stepmark.workloads.pipeline import wait
-from stepmark.workloads.rules.megatron import narrow
+from stepmark.workloads.rules.megatron import adam_states, narrow
 from stepmark.workloads.rules.megatron.lora import adapted
 from stepmark.workloads.rules.megatron.plan import Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
@@ -433,13 +433,15 @@ def update(plan: Plan, stage: StageParams) -> list[Item]:
     counts = {expert: _updated_count(plan, stage, expert=expert) for expert in kinds}
     total = sum(counts.values())
     gradient_size = plan.gradient_dtype.itemsize
-    if gradient_size < _FP32:
+    is_fused = adam_states.has_fused_weights(plan)  # and reads gradients of any type
+    if gradient_size < _FP32 and not is_fused:
         ops += over_parameters("gradient_cast", total, gradient_size + _FP32)
+        gradient_size = _FP32
     if plan.job.dtype is DType.FP16:
-        ops += over_parameters("gradient_unscale", total, 2 * _FP32)
+        ops += over_parameters("gradient_unscale", total, 2 * gradient_size)
         for group in norm_groups:
             ops += scalar(group=group, module="overflow", redop=RedOp.MAX)
-    ops += over_parameters("gradient_norm", total, _FP32)
+    ops += over_parameters("gradient_norm", total, gradient_size)
     for group in dict.fromkeys(norm_groups):
         ops += scalar(group=group, module="gradient_norm")
     gathers = sharded and not plan.settings.overlap_param_gather
@@ -449,15 +451,18 @@ def update(plan: Plan, stage: StageParams) -> list[Item]:
         count = counts[expert]
         if own:
             module = "optimizer.experts" if expert else "optimizer"
-            ops.append(
-                ComputeOp(
-                    op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
-                    phase=Phase.OPTIM,
-                    module=module,
+            if plan.settings.use_precision_aware_optimizer:
+                ops += adam_states.update_kernels(plan, max(1, count), module)
+            else:
+                ops.append(
+                    ComputeOp(
+                        op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
+                        phase=Phase.OPTIM,
+                        module=module,
+                    )
                 )
-            )
             size = plan.job.dtype.itemsize
-            if size < _FP32:  # the fp32 weights are copied to the model's
+            if size < _FP32 and not is_fused:  # the fp32 weights are copied to the model's
                 ops += over_parameters("parameter_copy", count, _FP32 + size, module)
             narrow_counts = [size for bucket in own for size in bucket.narrow_counts]
             ops += narrow.weight_casts(plan, narrow_counts, group)

@@ -76,6 +76,19 @@ class MegatronOptimizer(StrEnum):
         return self is MegatronOptimizer.DIST_MUON
 
 
+class StateDtype(StrEnum):
+    """Type of what Adam keeps. fp8: E4M3 with a scale per tensor."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+    @property
+    def itemsize(self) -> int:
+        return {"fp32": 4, "fp8": 1}.get(self, 2)
+
+
 class MuonTpMode(StrEnum):
     """What Muon orthogonalizes of a matrix that tp divides."""
 
@@ -100,6 +113,7 @@ class AttentionBackend(StrEnum):
 
 STORED_SCORES = (AttentionBackend.UNFUSED, AttentionBackend.LOCAL)
 _STORED = {"attention_backend": STORED_SCORES}
+_AWARE = {"use_precision_aware_optimizer": (True,)}
 _MUON = {"optimizer": (MegatronOptimizer.MUON, MegatronOptimizer.DIST_MUON)}
 RECOMPUTE_MODULES = (
     "core_attn",
@@ -143,6 +157,17 @@ class Megatron:
     optimizer: MegatronOptimizer = setting(
         MegatronOptimizer.ADAM, "adam, muon, or dist_muon: data ranks divide its parameters"
     )
+    use_precision_aware_optimizer: bool = setting(
+        False, "TransformerEngine's Adam with narrower states"
+    )
+    main_grads_dtype: StateDtype = setting(
+        StateDtype.FP32, "of gradients: fp32, or bf16, which is also reduced", only=_AWARE
+    )
+    main_params_dtype: StateDtype = setting(
+        StateDtype.FP32, "of main weights: fp32 or fp16", only=_AWARE
+    )
+    exp_avg_dtype: StateDtype = setting(StateDtype.FP32, "of first moments", only=_AWARE)
+    exp_avg_sq_dtype: StateDtype = setting(StateDtype.FP32, "of second moments", only=_AWARE)
     muon_tp_mode: MuonTpMode = setting(
         MuonTpMode.BLOCKWISE,
         "matrices that tp divides: blockwise, duplicated or distributed",
