@@ -62,6 +62,9 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE | {"world_size": 8, "gbs": 8, "dtype": "fp16"},
         DENSE | {"world_size": 8, "tp": 2, "gbs": 8, "optimizer": "muon"},
         DENSE | {"world_size": 8, "gbs": 8, "use_precision_aware_optimizer": True} | SHARDED,
+        DENSE
+        | {"world_size": 8, "gbs": 8, "use_precision_aware_optimizer": True}
+        | {**SHARDED, "optimizer_cpu_offload": True},
     ],
     "deepspeed": [
         SHALLOW | {"world_size": 4, "stage3_prefetch_bucket_size": 10_000} | STAGE3,
@@ -125,6 +128,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 VALUES: dict[str, tuple[Any, ...]] = {
     "lora_rank": (4,),
     "muon_num_ns_steps": (10,),
+    "optimizer_offload_fraction": (0.5,),
     "lora_targets": ("linear_qkv", "gate,up"),
     "microbatch_group_size_per_vp_stage": (8,),
     "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),

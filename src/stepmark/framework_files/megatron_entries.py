@@ -67,6 +67,7 @@ _SETTINGS = {
         *("ddp-bucket-size", "moe-expert-capacity-factor", "moe-aux-loss-coeff"),
         *("recompute-modules", "recompute-num-layers", "muon-num-ns-steps"),
         *("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"),
+        "optimizer-offload-fraction",
         *("num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16"),
     ),
     **switches(
@@ -78,7 +79,8 @@ _SETTINGS = {
         *("overlap-moe-expert-parallel-comm", "delay-wgrad-compute"),
         *("moe-shared-expert-overlap", "cross-entropy-loss-fusion", "fp8-param-gather"),
         *("calculate-per-token-loss", "first-last-layers-bf16", "muon-use-nesterov"),
-        "use-precision-aware-optimizer",
+        *("use-precision-aware-optimizer", "optimizer-cpu-offload"),
+        "overlap-cpu-optimizer-d2h-h2d",
     ),
     "num-virtual-stages-per-pipeline-rank": Entry(
         option="virtual_pipeline_model_parallel_size"
@@ -320,10 +322,10 @@ _WITHOUT_EFFECT = {
         megatron-fsdp-max-pool-double-buffer megatron-fsdp-version min-offloaded-tensor-size
         moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda
         moe-paged-stash-page-size mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern
-        mtp-loss-scaling-factor mtp-standalone mtp-use-repeated-layer no-pin-cpu-grads
-        no-pin-cpu-params offload-modules
-        optimizer-offload-fraction outer-dp-sharding-strategy
-        overlap-cpu-optimizer-d2h-h2d qk-clip-alpha qk-clip-threshold sharp-enabled-group
+        mtp-loss-scaling-factor mtp-standalone mtp-use-repeated-layer
+        offload-modules
+        outer-dp-sharding-strategy
+        qk-clip-alpha qk-clip-threshold sharp-enabled-group
         suggested-communication-unit-size torch-fsdp2-no-reshard-after-forward
         use-torch-optimizer-for-cpu-offload wgrad-deferral-limit window-attn-skip-freq
         logits-load-decode-threads logits-load-ignore-errors logits-load-kd-loss-alpha
@@ -485,6 +487,7 @@ _UNMODELLED = {
     **unmodelled("gradients are clipped by their norm", "no-clip-grad"),
     **unmodelled("the file names none, and counts as arguments of pretrain_gpt.py", "program"),
     "timing-log-level": Entry(unmodelled="no barriers are timed", off=("1",)),
+    **unmodelled("copies are of pinned memory", "no-pin-cpu-grads no-pin-cpu-params"),
     **unmodelled("Muon's products are in bf16", "muon-fp32-matmul-prec", "medium"),
     **unmodelled("Muon's iterations are quintic", "muon-coefficient-type", "quintic"),
     **unmodelled("Muon's symmetric products are computed whole", "muon-use-syrk"),
@@ -543,7 +546,7 @@ _REFUSED = {
         hierarchical-context-parallel-sizes hybrid-context-parallel kitchen-config-file
         kitchen-recipe-number logits-load-dir logits-save-dir moe-combine-bwd-dtype
         moe-dispatch-fwd-dtype moe-expert-rank-capacity-factor moe-layer-recompute
-        optimizer-cpu-offload sft te-precision-config-file use-kitchen-attention
+        sft te-precision-config-file use-kitchen-attention
         use-megatron-fsdp use-torch-fsdp2 spec
         """,
     ),

@@ -32,7 +32,13 @@ from stepmark.step_memory.rank_memory import (
 )
 from stepmark.workloads.job import Job
 from stepmark.workloads.pipeline import Pipeline, passes
-from stepmark.workloads.rules.megatron import adam_states, gradients, muon, narrow
+from stepmark.workloads.rules.megatron import (
+    adam_states,
+    cpu_offload,
+    gradients,
+    muon,
+    narrow,
+)
 from stepmark.workloads.rules.megatron.chunk import (
     Kind,
     kinds_of,
@@ -123,7 +129,7 @@ def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict
             ranks = 1
             if settings.use_distributed_optimizer:
                 ranks = plan.size("intra_expt_dp" if bucket.expert else "intra_dp_cp")
-            states += of_state * bucket.padded // ranks
+            states += of_state * cpu_offload.device_count(plan, bucket.padded // ranks)
     if settings.optimizer.is_muon:
         all_params = [param for chunk in chunks for param in layers.params_of(chunk)]
         states = _muon_states(plan, all_params, of_state - _MOMENTS * _FP32)

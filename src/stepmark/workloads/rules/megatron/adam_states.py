@@ -53,7 +53,7 @@ def check(settings: Megatron, dtype: DType) -> None:
 def has_fused_weights(plan: "Plan") -> bool:
     """Return whether FusedAdam keeps the main weights, and updates the model's with them."""
     settings = plan.settings
-    if not settings.use_precision_aware_optimizer:
+    if not settings.use_precision_aware_optimizer or settings.optimizer_cpu_offload:
         return False
     is_delayed = settings.fp8_recipe is Fp8Recipe.DELAYED
     has_bf16_products = settings.fp8_format is Fp8Format.NONE

@@ -26,7 +26,7 @@ from stepmark.step.module import Module
 from stepmark.step.module import Param as ModuleParam
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Item, Operation
 from stepmark.workloads.pipeline import wait
-from stepmark.workloads.rules.megatron import adam_states, narrow
+from stepmark.workloads.rules.megatron import adam_states, cpu_offload, narrow
 from stepmark.workloads.rules.megatron.lora import adapted
 from stepmark.workloads.rules.megatron.plan import Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
@@ -433,7 +433,9 @@ def update(plan: Plan, stage: StageParams) -> list[Item]:
     counts = {expert: _updated_count(plan, stage, expert=expert) for expert in kinds}
     total = sum(counts.values())
     gradient_size = plan.gradient_dtype.itemsize
-    is_fused = adam_states.has_fused_weights(plan)  # and reads gradients of any type
+    # FusedAdam and the host's optimizer read gradients of any type.
+    is_offloaded = plan.settings.optimizer_cpu_offload
+    is_fused = adam_states.has_fused_weights(plan) or is_offloaded
     if gradient_size < _FP32 and not is_fused:
         ops += over_parameters("gradient_cast", total, gradient_size + _FP32)
         gradient_size = _FP32
@@ -451,7 +453,9 @@ def update(plan: Plan, stage: StageParams) -> list[Item]:
         count = counts[expert]
         if own:
             module = "optimizer.experts" if expert else "optimizer"
-            if plan.settings.use_precision_aware_optimizer:
+            if is_offloaded:
+                ops += cpu_offload.update(plan, max(1, count), module)
+            elif plan.settings.use_precision_aware_optimizer:
                 ops += adam_states.update_kernels(plan, max(1, count), module)
             else:
                 ops.append(

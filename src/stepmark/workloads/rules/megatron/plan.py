@@ -22,7 +22,7 @@ from stepmark.workloads.job import (
     refuse_first,
 )
 from stepmark.workloads.pipeline import Pipeline
-from stepmark.workloads.rules.megatron import adam_states, narrow
+from stepmark.workloads.rules.megatron import adam_states, cpu_offload, narrow
 from stepmark.workloads.rules.megatron.pipeline_layout import num_chunks
 from stepmark.workloads.rules.megatron.refusals import refusals
 from stepmark.workloads.rules.megatron.settings import (
@@ -199,6 +199,7 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     multiple = settings.make_vocab_size_divisible_by
     model = model_as("megatron", job.model, job.parallel.tp, multiple)
     adam_states.check(settings, job.dtype)
+    cpu_offload.check(settings)
     narrow.check_layers(settings, model.num_layers, job.parallel.pp)
     job = replace(job, model=model, products=narrow.products_of(settings))
     plan = Plan(

@@ -32,7 +32,7 @@ from stepmark.workloads.pipeline import (
     schedule,
     wait,
 )
-from stepmark.workloads.rules.megatron import gradients, muon
+from stepmark.workloads.rules.megatron import cpu_offload, gradients, muon
 from stepmark.workloads.rules.megatron.chunk import (
     Library,
     Segment,
@@ -62,6 +62,8 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
     bucket groups are those of dense parameters and of experts).
     """
     settings = plan.settings
+    if settings.optimizer_cpu_offload:
+        yield cpu_offload.NOTE
     if plan.model.vocab_size != job.model.vocab_size:
         yield f"vocabulary padded from {job.model.vocab_size} to {plan.model.vocab_size}"
     masks = settings.create_attention_mask_in_dataloader and plan.tp > 1

@@ -113,6 +113,7 @@ class AttentionBackend(StrEnum):
 
 STORED_SCORES = (AttentionBackend.UNFUSED, AttentionBackend.LOCAL)
 _STORED = {"attention_backend": STORED_SCORES}
+_OFFLOADED = {"optimizer_cpu_offload": (True,)}
 _AWARE = {"use_precision_aware_optimizer": (True,)}
 _MUON = {"optimizer": (MegatronOptimizer.MUON, MegatronOptimizer.DIST_MUON)}
 RECOMPUTE_MODULES = (
@@ -168,6 +169,13 @@ class Megatron:
     )
     exp_avg_dtype: StateDtype = setting(StateDtype.FP32, "of first moments", only=_AWARE)
     exp_avg_sq_dtype: StateDtype = setting(StateDtype.FP32, "of second moments", only=_AWARE)
+    optimizer_cpu_offload: bool = setting(False, "run Adam on the host, with its states there")
+    optimizer_offload_fraction: float = setting(
+        1.0, "of the parameters, whose Adam runs on the host", only=_OFFLOADED
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = setting(
+        False, "copies of gradients and weights have streams of their own", only=_OFFLOADED
+    )
     muon_tp_mode: MuonTpMode = setting(
         MuonTpMode.BLOCKWISE,
         "matrices that tp divides: blockwise, duplicated or distributed",
