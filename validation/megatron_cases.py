@@ -13,6 +13,8 @@ from stepmark.workloads.rules.megatron.settings import (
     Balancing,
     Dispatcher,
     Granularity,
+    MegatronOptimizer,
+    MuonTpMode,
     RouterDtype,
 )
 
@@ -101,6 +103,8 @@ BOTH = {**SHARDED, **REDUCED, "overlap_param_gather": True}
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 TP2, PP2, DP2, EP2 = {"tp": 2}, {"pp": 2}, {"dp_shard": 2}, {"ep": 2, "dp_shard": 2}
 TIED = replace(LLAMA, tied_embeddings=True)
+MUON = {"optimizer": MegatronOptimizer.MUON}
+DIST_MUON = {"optimizer": MegatronOptimizer.DIST_MUON}
 
 CASES: dict[str, Case] = {
     "tp2": Case(mesh=TP2),
@@ -406,4 +410,34 @@ CASES: dict[str, Case] = {
     "mtp-latent-tp2-sp": Case(
         model=predicting(LATENT), mesh={"tp": 2, **EP2}, settings={**SP, **BOTH}
     ),
+    "tp2-muon": Case(mesh=TP2, settings=MUON),
+    "tp2-sp-muon-duplicated": Case(
+        mesh=TP2, settings={**SP, **MUON, "muon_tp_mode": MuonTpMode.DUPLICATED}
+    ),
+    "tp2-muon-distributed": Case(
+        mesh=TP2, settings={**MUON, "muon_tp_mode": MuonTpMode.DISTRIBUTED}
+    ),
+    "tp2-muon-whole-qkv": Case(
+        model=GPT,
+        mesh=TP2,
+        settings={
+            **MUON,
+            "muon_split_qkv": False,
+            "muon_use_nesterov": True,
+            "muon_num_ns_steps": 10,
+            "muon_tp_mode": MuonTpMode.DISTRIBUTED,
+        },
+    ),
+    "pp2-dp2-muon": Case(mesh={**PP2, **DP2}, settings=MUON),
+    "ep2-muon": Case(model=EXPERTS, mesh=EP2, settings=MUON),
+    "dp2-dist-muon": Case(mesh=DP2, settings=DIST_MUON),
+    "dp4-dist-muon": Case(model=deep(LLAMA, 3), mesh={"dp_shard": 4}, settings=DIST_MUON),
+    "pp2-dp2-dist-muon-tied": Case(
+        model=deep(TIED, 4), mesh={**PP2, **DP2}, settings=DIST_MUON
+    ),
+    "ep2-dp4-dist-muon": Case(
+        model=EXPERTS, mesh={"dp_shard": 4, "ep": 2}, settings=DIST_MUON
+    ),
+    "latent-dp2-dist-muon": Case(model=LATENT, mesh=DP2, settings=DIST_MUON),
+    "tp2-dist-muon-fp32": Case(mesh=TP2, dtype=DType.FP32, settings=DIST_MUON),
 }  # fmt: skip

@@ -4,7 +4,8 @@ Every case is a job with settings of the megatron rules, run by megatron-core on
 (gloo on a CPU, NCCL with --device cuda). After two warm-up steps, every message of one step is
 recorded on every rank. One file per case is written.
 
-    pip install --no-deps megatron-core==0.16.1 einops six
+    pip install --no-deps megatron-core==0.16.1 einops six absl-py
+    pip install --no-deps git+https://github.com/NVIDIA-NeMo/Emerging-Optimizers@v0.1.0
     python validation/megatron_messages.py tests/data/megatron [CASE ...]
 
 With --checkout, a clone of Megatron-LM at core_v0.16.1 runs the step, so that the messages of

@@ -55,12 +55,31 @@ def on_cpu() -> None:
     )
     for name in ("zeros", "ones", "empty", "tensor", "full", "arange"):
         setattr(torch, name, _placed(getattr(torch, name)))
+    distributed: Any = torch.distributed
+    distributed.all_gather = _uneven_gather(distributed.all_gather)
     exchange: Any = token_dispatcher
     exchange.maybe_move_tensor_to_cpu = _on_cpu
     states: Any = random
     states.CudaRNGStatesTracker.fork = lambda self, *_, **__: contextlib.nullcontext()
     states._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     states._set_cuda_rng_state = lambda *_, **__: None
+
+
+def _uneven_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Return all_gather with parts of several sizes, which gloo lacks.
+
+    It is a broadcast from each rank, as ProcessGroupNCCL::allgather makes it.
+    """
+
+    def all_gather(parts: Any, own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+        if len({part.numel() for part in parts}) == 1:
+            return gather(parts, own, group=group, **options)
+        parts[torch.distributed.get_rank(group)].copy_(own)
+        for rank, part in enumerate(parts):
+            torch.distributed.broadcast(part, group=group, group_src=rank)
+        return None
+
+    return all_gather
 
 
 def _on_cpu(splits: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

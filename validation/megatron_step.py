@@ -5,9 +5,11 @@ parts that only TransformerEngine has.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import MagicMock
 
 import megatron.core
 import torch
@@ -324,19 +326,7 @@ def build(job: Job, settings: Megatron, recorder: Recorder) -> Trainee:
             _wrapped(job, settings, config, number if vpp > 1 else None)
             for number in range(vpp)
         ]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-3,
-            bf16=job.dtype is DType.BF16,
-            fp16=job.dtype is DType.FP16,
-            loss_scale=1.0 if job.dtype is DType.FP16 else None,
-            params_dtype=TORCH[job.dtype],
-            use_distributed_optimizer=settings.use_distributed_optimizer,
-            overlap_param_gather=settings.overlap_param_gather,
-        ),
-        chunks,
-    )
+    optimizer = _optimizer(job, settings, chunks)
 
     def of_all(name: str) -> Any:
         functions = [getattr(chunk, name) for chunk in chunks]
@@ -352,6 +342,32 @@ def build(job: Job, settings: Megatron, recorder: Recorder) -> Trainee:
     config.finalize_model_grads_func = within(recorder, "gradients", finalize_model_grads)
     config.grad_scale_func = optimizer.scale_loss
     return Trainee(job, settings, config, chunks, optimizer)
+
+
+def _optimizer(job: Job, settings: Megatron, chunks: list[Any]) -> Any:
+    config = OptimizerConfig(
+        optimizer=str(settings.optimizer),
+        lr=1e-3,
+        bf16=job.dtype is DType.BF16,
+        fp16=job.dtype is DType.FP16,
+        loss_scale=1.0 if job.dtype is DType.FP16 else None,
+        params_dtype=TORCH[job.dtype],
+        use_distributed_optimizer=settings.use_distributed_optimizer,
+        overlap_param_gather=settings.overlap_param_gather,
+        muon_num_ns_steps=settings.muon_num_ns_steps,
+        muon_split_qkv=settings.muon_split_qkv,
+        muon_tp_mode=str(settings.muon_tp_mode),
+        muon_use_nesterov=settings.muon_use_nesterov,
+    )
+    if not settings.optimizer.is_muon:
+        return get_megatron_optimizer(config, chunks)
+    # Its kernels need triton, and run only with --muon-use-syrk of later versions.
+    sys.modules["emerging_optimizers.triton_kernels"] = MagicMock()
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer  # noqa: PLC0415
+
+    return get_megatron_muon_optimizer(
+        config, chunks, layer_wise_distributed_optimizer=settings.optimizer.is_divided
+    )
 
 
 def _wrapped(job: Job, settings: Megatron, config: Any, chunk: int | None) -> Any:

@@ -188,7 +188,7 @@ def test_defaults_are_those_of_megatron(tmp_path: Path) -> None:
             "--tokenizer-type GPT2BPETokenizer --vocab-size 1000",
             "vocab-size-of-another-tokenizer 1000 is invalid",
         ),
-        ("--optimizer muon", "optimizer muon is invalid: it must be adam"),
+        ("--optimizer sgd", "optimizer sgd is invalid: it must be"),
         ("--use-megatron-fsdp", "use-megatron-fsdp"),
         ("--num-experts 8 --moe-layer-freq ([1]*1+[0]*3)", "moe-layer-freq"),
         ("--num-experts 8 --moe-layer-freq __import__('os')", "moe-layer-freq"),

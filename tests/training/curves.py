@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import DataParallel, GradSync, Precision, Recompute, Schedule
+from stepmark.cases.training import (
+    DataParallel,
+    GradSync,
+    OptimizerKind,
+    Precision,
+    Recompute,
+    Schedule,
+)
 from stepmark.measuring.ranks import Ranks
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model
@@ -86,8 +93,10 @@ def spread(
 
 _WHOLE: dict[str, Any] = {"reshard": "no"}  # weights stay gathered after forward passes
 _ACCUMULATED = {"schedule": Schedule.STEP, "grad_accum": 2, "grad_sync": GradSync.LAST}
+MUON = {"optimizer": OptimizerKind.MUON}
 CASES = {
     "ddp": spread(SHORT, "ddp", dp_replicate=4),
+    "ddp, muon": spread(SHORT, "ddp", MUON, dp_replicate=4),
     "ddp, tied": spread(SHORT_GPT2, "ddp", dp_replicate=4),
     "ddp, accumulated": spread(SHORT, "ddp", _ACCUMULATED, dp_replicate=4),
     "fsdp": spread(LLAMA, "fsdp", dp_shard=4),
@@ -106,6 +115,7 @@ CASES = {
     "tp, tied": spread(SHORT_GPT2, "fsdp", tp=2, dp_shard=2),
     "tp, qk norm": spread(QWEN3, "fsdp", tp=2, dp_shard=2),
     "pp": spread(LLAMA, "none", pp=4),
+    "pp, muon": spread(LLAMA, "none", MUON, pp=4),
     "pp, accumulated": spread(LLAMA, "none", {"grad_accum": 2}, pp=4),
     "pp x fsdp": spread(SHORT, "fsdp", pp=2, dp_shard=2),
     "pp x tp": spread(SHORT, "none", pp=2, tp=2),
@@ -178,7 +188,8 @@ CASES = {
 
 def alone(spread_case: TrainCase) -> TrainCase:
     """The same global batch on one rank."""
-    values = {"grad_accum": spread_case.grad_accum, "schedule": spread_case.schedule}
+    names = ("grad_accum", "schedule", "optimizer")
+    values = {name: getattr(spread_case, name) for name in names}
     return case(spread_case.model, mbs=GLOBAL_BATCH, **values)
 
 

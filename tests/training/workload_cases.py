@@ -3,7 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.training.curves import DEEPSEEK, LLAMA, MIXTRAL, SHORT, SHORT_GPT2, spread
+from tests.training.curves import (
+    DEEPSEEK,
+    LLAMA,
+    MIXTRAL,
+    MUON,
+    SHORT,
+    SHORT_GPT2,
+    spread,
+)
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Fp8, GradSync, Precision, Recompute
@@ -71,6 +79,8 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "ddp": made(SHORT, "ddp", dp_replicate=2),
         "ddp as torch has it": made(WIDE, "ddp", dp_replicate=2),
         "ddp finding unused": made(WIDE, "ddp", BUCKETS, dp_replicate=2),
+        "ddp with muon": made(WIDE, "ddp", MUON, dp_replicate=2),
+        "1f1b with muon": made(SHORT, "none", MUON, MASTER, parts(4), pp=2),
         "fsdp": made(SHORT, "fsdp", AMP, dp_shard=2),
         "fsdp without reshard": made(SHORT, "fsdp", {"reshard": "no"}, dp_shard=2),
         "tp": made(HEADS, "none", tp=2),

@@ -60,6 +60,11 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         | {"first_last_layers_bf16": True},
         DENSE | {"world_size": 8, "gbs": 8, "attention_backend": "local"},
         DENSE | {"world_size": 8, "gbs": 8, "dtype": "fp16"},
+        DENSE | {"world_size": 8, "tp": 2, "gbs": 8, "optimizer": "muon"},
+        DENSE | {"world_size": 8, "gbs": 8, "use_precision_aware_optimizer": True} | SHARDED,
+        DENSE
+        | {"world_size": 8, "gbs": 8, "use_precision_aware_optimizer": True}
+        | {**SHARDED, "optimizer_cpu_offload": True},
     ],
     "deepspeed": [
         SHALLOW | {"world_size": 4, "stage3_prefetch_bucket_size": 10_000} | STAGE3,
@@ -122,6 +127,8 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 # Values to try of settings whose type does not tell them.
 VALUES: dict[str, tuple[Any, ...]] = {
     "lora_rank": (4,),
+    "muon_num_ns_steps": (10,),
+    "optimizer_offload_fraction": (0.5,),
     "lora_targets": ("linear_qkv", "gate,up"),
     "microbatch_group_size_per_vp_stage": (8,),
     "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),
@@ -253,6 +260,7 @@ OF_STEP: dict[str, tuple[Any, ...]] = {
     "grad_accum": ("2",),
     "grad_sync": ("last",),
     "clip": ("0",),
+    "optimizer": ("muon", "adamw8bit"),
     "precision": ("master", "bf16", "fp32", "mxfp8", "nvfp4"),
     "reduce_dtype": ("bf16", "fp32"),
     "fp8": (True,),

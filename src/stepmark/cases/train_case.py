@@ -12,6 +12,7 @@ from stepmark.cases.training import (
     DataParallel,
     Fp8,
     GradSync,
+    OptimizerKind,
     Precision,
     Recompute,
     Schedule,
@@ -162,10 +163,20 @@ class TrainCase:
         group="Techniques",
         words="attention {}",
     )
+    optimizer: OptimizerKind = field_of(
+        Role.SETTING,
+        OptimizerKind.ADAMW,
+        "adamw; adamw8bit: torchao's; muon: torch.optim.Muon of the blocks' matrices, adamw of "
+        "the rest [adamw]",
+        reads=OptimizerKind,
+        group="Optimizer step",
+        words="{}",
+        formerly=OptimizerKind.ADAMW,
+    )
     lr: float = field_of(
         Role.SETTING,
         3e-4,
-        "learning rate of AdamW [0.0003]",
+        "learning rate of the optimizer [0.0003]",
         reads=Annotated[float, between(1e-12, 1e12)],
         group="Optimizer step",
     )

@@ -67,6 +67,14 @@ class Recompute(StrEnum):
         return cls.OPS if value == "selective" else None  # torchtitan's word
 
 
+class OptimizerKind(StrEnum):
+    """Optimizer of PyTorch."""
+
+    ADAMW = "adamw"  # torch.optim.AdamW, fused
+    ADAMW8BIT = "adamw8bit"  # torchao.optim.AdamW8bit: both moments in 8 bits
+    MUON = "muon"  # torch.optim.Muon of the blocks' matrices, AdamW of the other parameters
+
+
 class Schedule(StrEnum):
     """Content of one sample."""
 

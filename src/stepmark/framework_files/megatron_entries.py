@@ -65,7 +65,9 @@ _SETTINGS = {
         *("expert-tensor-parallel-size", "decoder-first-pipeline-num-layers"),
         *("decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout"),
         *("ddp-bucket-size", "moe-expert-capacity-factor", "moe-aux-loss-coeff"),
-        *("recompute-modules", "recompute-num-layers"),
+        *("recompute-modules", "recompute-num-layers", "muon-num-ns-steps"),
+        *("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"),
+        "optimizer-offload-fraction",
         *("num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16"),
     ),
     **switches(
@@ -76,7 +78,9 @@ _SETTINGS = {
         *("account-for-embedding-in-pipeline-split", "moe-pad-expert-input-to-capacity"),
         *("overlap-moe-expert-parallel-comm", "delay-wgrad-compute"),
         *("moe-shared-expert-overlap", "cross-entropy-loss-fusion", "fp8-param-gather"),
-        *("calculate-per-token-loss", "first-last-layers-bf16"),
+        *("calculate-per-token-loss", "first-last-layers-bf16", "muon-use-nesterov"),
+        *("use-precision-aware-optimizer", "optimizer-cpu-offload"),
+        "overlap-cpu-optimizer-d2h-h2d",
     ),
     "num-virtual-stages-per-pipeline-rank": Entry(
         option="virtual_pipeline_model_parallel_size"
@@ -124,6 +128,15 @@ _SETTINGS = {
         option="attention_backend",
         values={name: name for name in ("auto", "flash", "fused", "unfused", "local")},
     ),
+    "optimizer": Entry(
+        option="optimizer", values={name: name for name in ("adam", "muon", "dist_muon")}
+    ),
+    "muon-tp-mode": Entry(
+        option="muon_tp_mode",
+        values={name: name for name in ("blockwise", "duplicated", "distributed")},
+    ),
+    "muon-no-split-qkv": Entry(option="muon_split_qkv", values=OFF),
+    "muon-nesterov": Entry(option="muon_use_nesterov", values=ON),  # of later versions
     "attention-dropout": Entry(option="attention_dropout", default="0.1"),
     "hidden-dropout": Entry(option="hidden_dropout", default="0.1"),
     "fp8-format": Entry(option="fp8_format", values={"e4m3": "e4m3", "hybrid": "hybrid"}),
@@ -255,6 +268,7 @@ _WITHOUT_EFFECT = {
         loss-scale-window lr lr-decay-iters lr-decay-samples lr-decay-style
         lr-warmup-fraction lr-warmup-init lr-warmup-iters lr-warmup-samples
         lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style min-loss-scale min-lr
+        muon-extra-scale-factor muon-momentum muon-scale-mode
         mscale mscale-all-dim mup-attn-scale-power mup-base-head-dim mup-base-hidden-size
         mup-embedding-mult mup-output-mult mup-width-mult no-initialization
         no-weight-decay-cond-type norm-epsilon phase-transition-iterations rampup-batch-size
@@ -308,12 +322,10 @@ _WITHOUT_EFFECT = {
         megatron-fsdp-max-pool-double-buffer megatron-fsdp-version min-offloaded-tensor-size
         moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda
         moe-paged-stash-page-size mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern
-        mtp-loss-scaling-factor mtp-standalone mtp-use-repeated-layer muon-coefficient-type
-        muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov
-        muon-no-split-qkv muon-num-ns-steps muon-scalar-optimizer muon-scale-mode
-        muon-tp-mode muon-use-syrk no-pin-cpu-grads no-pin-cpu-params offload-modules
-        optimizer-offload-fraction outer-dp-sharding-strategy
-        overlap-cpu-optimizer-d2h-h2d qk-clip-alpha qk-clip-threshold sharp-enabled-group
+        mtp-loss-scaling-factor mtp-standalone mtp-use-repeated-layer
+        offload-modules
+        outer-dp-sharding-strategy
+        qk-clip-alpha qk-clip-threshold sharp-enabled-group
         suggested-communication-unit-size torch-fsdp2-no-reshard-after-forward
         use-torch-optimizer-for-cpu-offload wgrad-deferral-limit window-attn-skip-freq
         logits-load-decode-threads logits-load-ignore-errors logits-load-kd-loss-alpha
@@ -475,7 +487,11 @@ _UNMODELLED = {
     **unmodelled("gradients are clipped by their norm", "no-clip-grad"),
     **unmodelled("the file names none, and counts as arguments of pretrain_gpt.py", "program"),
     "timing-log-level": Entry(unmodelled="no barriers are timed", off=("1",)),
-    **unmodelled("it has its usual memory", "use-precision-aware-optimizer"),
+    **unmodelled("copies are of pinned memory", "no-pin-cpu-grads no-pin-cpu-params"),
+    **unmodelled("Muon's products are in bf16", "muon-fp32-matmul-prec", "medium"),
+    **unmodelled("Muon's iterations are quintic", "muon-coefficient-type", "quintic"),
+    **unmodelled("Muon's symmetric products are computed whole", "muon-use-syrk"),
+    **unmodelled("Muon leaves other parameters to Adam", "muon-scalar-optimizer", "adam"),
     **unmodelled("ranks are in the order tp, cp, dp, pp", "use-tp-pp-dp-mapping"),
     **unmodelled("the router balances without iterations", "sinkhorn"),
 }
@@ -530,7 +546,7 @@ _REFUSED = {
         hierarchical-context-parallel-sizes hybrid-context-parallel kitchen-config-file
         kitchen-recipe-number logits-load-dir logits-save-dir moe-combine-bwd-dtype
         moe-dispatch-fwd-dtype moe-expert-rank-capacity-factor moe-layer-recompute
-        optimizer-cpu-offload sft te-precision-config-file use-kitchen-attention
+        sft te-precision-config-file use-kitchen-attention
         use-megatron-fsdp use-torch-fsdp2 spec
         """,
     ),
@@ -539,15 +555,9 @@ _REFUSED = {
         "tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards",
         "1",
     ),
-    **refused(
-        "fp32: memory of other types is not modelled",
-        "exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype",
-        "fp32",
-    ),
     "vocab-size-of-another-tokenizer": Entry(
         refused="left out, or the size of the vocabulary of --tokenizer-type"
     ),
-    "optimizer": Entry(refused="adam: others are not modelled", off=("adam",)),
     "distributed-backend": Entry(refused="nccl", off=("nccl",)),
     "transformer-impl": Entry(
         refused="transformer_engine or local", off=("transformer_engine",)

@@ -4,6 +4,8 @@
 - attention_core.py, grouped_linear.py: the tree's attention kernel, and products of experts.
 - scan_modules.py: modules of mixers that carry a state.
 - kernel_choice.py: kernels where frameworks differ. lora.py: adapters beside frozen weights.
+- host_memory.py: copies between a device and its host, and an optimizer on the host.
+- newton_schulz.py: iterations over a matrix, of the optimizer Muon.
 - workload.py: operations and messages of a step, as one program per stage.
 - workload_check.py, workload_stages.py: consistency of a workload; what its stages share.
 - fold_items.py: long lists become blocks that repeat.

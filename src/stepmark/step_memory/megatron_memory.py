@@ -32,7 +32,13 @@ from stepmark.step_memory.rank_memory import (
 )
 from stepmark.workloads.job import Job
 from stepmark.workloads.pipeline import Pipeline, passes
-from stepmark.workloads.rules.megatron import gradients, narrow
+from stepmark.workloads.rules.megatron import (
+    adam_states,
+    cpu_offload,
+    gradients,
+    muon,
+    narrow,
+)
 from stepmark.workloads.rules.megatron.chunk import (
     Kind,
     kinds_of,
@@ -94,6 +100,11 @@ def _stage(
         layers.others.grad_bytes * state["weights_bytes"] // plan.job.dtype.itemsize
     )
     peak = fullest(passes(pipeline, stage), [layers.chunk(chunk) for chunk in chunks])
+    updated = adam_states.temporary_bytes(plan) * (
+        state["optimizer_bytes"] // adam_states.state_bytes(plan)
+    )
+    if updated > sum(peak.values()):  # more than passes have, which are over then
+        peak = {"activations": 0, "working": updated, "head": 0}
     return RankMemory(
         stage=stage,
         **state,
@@ -107,9 +118,7 @@ def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict
     """Return the bytes of parameters, gradients and optimizer, which stay from step to step."""
     settings = plan.settings
     of_weight = plan.job.dtype.itemsize
-    of_state = (_MOMENTS + (plan.job.dtype is not DType.FP32)) * _FP32  # and fp32 weights
-    if plan.gradient_dtype.itemsize < _FP32:  # cast for the update
-        of_state += _FP32
+    of_state = adam_states.state_bytes(plan)
     weights = states = grads = 0
     for chunk in chunks:
         params = layers.params_of(chunk)
@@ -120,8 +129,25 @@ def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict
             ranks = 1
             if settings.use_distributed_optimizer:
                 ranks = plan.size("intra_expt_dp" if bucket.expert else "intra_dp_cp")
-            states += of_state * bucket.padded // ranks
+            states += of_state * cpu_offload.device_count(plan, bucket.padded // ranks)
+    if settings.optimizer.is_muon:
+        all_params = [param for chunk in chunks for param in layers.params_of(chunk)]
+        states = _muon_states(plan, all_params, of_state - _MOMENTS * _FP32)
     return {"weights_bytes": weights, "gradients_bytes": grads, "optimizer_bytes": states}
+
+
+def _muon_states(plan: Plan, params: Sequence[gradients.Param], of_weight: int) -> int:
+    """Return the bytes of the rank with most: a matrix has one moment, all else two.
+
+    of_weight: bytes of a parameter besides moments.
+    """
+
+    def size(share: tuple[gradients.Param, ...]) -> int:
+        moments = sum(param.count * (1 if param.matrix else _MOMENTS) for param in share)
+        return moments * _FP32 + of_weight * sum(param.count for param in share)
+
+    by_rank = muon.shares(plan, params)
+    return max(map(size, by_rank.dense)) + max(map(size, by_rank.experts))
 
 
 def _narrow_copies(plan: Plan, params: Iterable[gradients.Param]) -> int:

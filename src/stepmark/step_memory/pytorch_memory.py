@@ -43,6 +43,7 @@ def case_of(job: Job, settings: PyTorch) -> TrainCase:
         data_parallel=settings.data_parallel,
         grad_accum=job.num_microbatches // parts,
         precision=_precision(job, settings),
+        optimizer=settings.optimizer,
         recompute=settings.recompute,
         recompute_blocks=(settings.recompute_some, settings.recompute_every),
         reduce_dtype=DType.BF16 if settings.compress_bf16 else settings.reduce_dtype,

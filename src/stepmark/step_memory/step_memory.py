@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import GradSync, Precision, Recompute
+from stepmark.cases.training import GradSync, OptimizerKind, Precision, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.ground.units import MIB
 from stepmark.model.ops import Phase
@@ -16,11 +16,17 @@ from stepmark.step_memory.fsdp_memory import FsdpMemory
 from stepmark.step_memory.step_tensors import FP32, Formats, FsdpUnit, UnitBuilder, Weight
 from stepmark.workloads.pipeline import Act, Action
 from stepmark.workloads.rules.pytorch.fsdp_order import FsdpOrder
+<<<<<<< HEAD
 from stepmark.workloads.rules.pytorch.order import Order, act_of
 from stepmark.workloads.rules.pytorch.schedules import spans
+=======
+from stepmark.workloads.rules.pytorch.narrow_states import moment_bytes
+from stepmark.workloads.rules.pytorch.schedules import Order, Schedule, act_of, spans
+>>>>>>> optimizers
 
 # cuBLAS's on Hopper, for the thread of the forward pass and that of the backward pass.
 _WORKSPACES = (32 * MIB, 32 * MIB)
+BF16 = DType.BF16.itemsize
 # torch's gradient of a lookup adds sorted segments of tokens where there are more than a few.
 _FEW_LOOKUPS = 3072
 _LOOKUPS_PER_SEGMENT = 10
@@ -72,6 +78,11 @@ class StepMemory:
         self._actions = _actions(case, stage)
         self._weights = {id(x): x for unit in self._units for x in unit.all_weights}.values()
         self._stages = [(units, FsdpMemory(case, self.heap, units)) for units in self._divide()]
+        self._matrices: dict[int, Weight] = {}  # that Muon updates
+        if case.optimizer is OptimizerKind.MUON:
+            blocks = [unit for unit in self._units if unit.name == "block"]
+            weights = [weight for unit in blocks for weight in unit.all_weights]
+            self._matrices = {id(x): x for x in weights if len(x.param.shape) == 2}
         self._added: list[Block] = []  # gradients that a compiled graph returns to be added
         self._later: _Waiting | None = None  # where gradients of weights are computed apart
         self._has_moments = False
@@ -480,8 +491,16 @@ class StepMemory:
         is_master = self._case.precision is Precision.MASTER
         size = FP32 if is_master else self._formats.stored_itemsize
         for weight in self._weights if not self._has_moments else ():
-            for _ in "first", "second":
-                self.heap.allocate(weight.stored * size, "optimizer")
+            moment: tuple[int, ...] = (weight.stored * size,)
+            if self._case.optimizer is OptimizerKind.ADAMW8BIT:
+                moment = moment_bytes(weight.stored, size)
+            for num_bytes in moment * (1 if id(weight) in self._matrices else 2):
+                self.heap.allocate(num_bytes, "optimizer")
         self._has_moments = True
+        for weight in self._matrices.values():
+            # The update, the same in bf16 before and after an iteration, A and B.
+            pairs = min(weight.param.shape) ** 2
+            num_bytes = (size + 2 * BF16) * weight.stored + 2 * BF16 * pairs
+            self.heap.free(self.heap.allocate(num_bytes, "working"))
         if not is_master:
             self._drop_grads()

@@ -20,7 +20,7 @@ from stepmark.cases.message import MessageKind, Tally
 from stepmark.cases.plan import Entry, Profile, TrainHow
 from stepmark.cases.record import Failed, Measured
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import CompileScope, Fp8, Precision, Schedule
+from stepmark.cases.training import CompileScope, Fp8, OptimizerKind, Precision, Schedule
 from stepmark.measuring.context import MeasureContext, no_collection, release
 from stepmark.measuring.environment import HAS_TRITON
 from stepmark.measuring.ranks import CaseFailedError, Ranks, agreed, cause_of
@@ -338,7 +338,7 @@ _CPU_LACKS = {
 
 def refusal(case: TrainCase, context: MeasureContext) -> str | None:
     """Return why this machine cannot run the case; None where it can be tried."""
-    refusals = (_format_refusal, _compiler_refusal, _device_refusal)
+    refusals = (_format_refusal, _optimizer_refusal, _compiler_refusal, _device_refusal)
     return next(filter(None, (refuse(case, context) for refuse in refusals)), None)
 
 
@@ -351,6 +351,13 @@ def _format_refusal(case: TrainCase, context: MeasureContext) -> str | None:
     if case.fp8 in (Fp8.TE, Fp8.NVFP4):
         return _te_refusal(case)
     return _torchao_refusal(case, context)
+
+
+def _optimizer_refusal(case: TrainCase, context: MeasureContext) -> str | None:
+    is_narrow = case.optimizer is OptimizerKind.ADAMW8BIT
+    if is_narrow and importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed: pip install torchao (extra fp8)"
+    return None
 
 
 def _torchao_refusal(case: TrainCase, context: MeasureContext) -> str | None:

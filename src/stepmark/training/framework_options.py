@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stepmark.cases.fields import declared
 from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import OptimizerKind
 from stepmark.framework_files.table import FALSE, TRUE, Options, Translation
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build, dashed
@@ -258,6 +259,11 @@ class _Reading:
             techniques |= self._precision(options)
         if backend := self.texts.get("attention_backend"):
             techniques["attention"] = _BACKENDS.get(backend, "auto")
+        if "optimizer" not in self.given and (optimizer := self.texts.get("optimizer")):
+            if optimizer not in (*OptimizerKind, "adam"):
+                allowed = "adam or muon: train's data ranks do not divide an optimizer's layers"
+                raise self._refused("optimizer", f"{allowed}; or give --optimizer")
+            techniques["optimizer"] = "adamw" if optimizer == "adam" else optimizer
         switches = {TRUE: "1", FALSE: "0"}
         clip = self.texts.get("clip", self.texts.get("gradient_clipping"))
         if clip is not None:

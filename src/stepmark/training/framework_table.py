@@ -40,6 +40,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     "grad_sync": ("grad_sync",),
     "bucket_mb": ("bucket_cap_mb",),
     "clip": ("clip", "gradient_clipping"),
+    "optimizer": ("optimizer",),
     "ac": (
         *("recompute", "recompute_every", "recompute_granularity", "recompute_method"),
         "recompute_num_layers",
@@ -67,13 +68,20 @@ OWN_WAY = (
     *("round_robin_gradients", "use_multi_rank_bucket_allreduce", "zero_init"),
     *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
     *("stage3_model_persistence_threshold", "stage3_param_persistence_threshold"),
-    "stage3_prefetch_bucket_size",
+    *("stage3_prefetch_bucket_size", "muon_tp_mode", "muon_num_ns_steps", "muon_split_qkv"),
+    *("muon_use_nesterov", "use_precision_aware_optimizer", "main_grads_dtype"),
+    *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_offload_fraction"),
+    "overlap_cpu_optimizer_d2h_h2d",
 )
 # Options that are refused, the values that pass, and what `train` has instead.
 REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         ("offload_optimizer", "offload_param"),
         (("none",), "none: train keeps weights and optimizer states on the device"),
+    ),
+    "optimizer_cpu_offload": (
+        (FALSE,),
+        "false: train keeps weights and optimizer states on the device",
     ),
     **dict.fromkeys(
         (

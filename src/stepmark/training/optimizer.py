@@ -1,4 +1,4 @@
-"""The update of a step: clip, AdamW, and gradients set to zero."""
+"""The update of a step: clip, AdamW or Muon, and gradients set to zero."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import Precision
+from stepmark.cases.training import OptimizerKind, Precision
 from stepmark.measuring.environment import HAS_TRITON
 from stepmark.training import precision
 from stepmark.training.layers import triton_kernels
 
 
 class Update:
-    """Clip, AdamW, zero."""
+    """Clip, optimizer, zero."""
 
     def __init__(
         self,
@@ -29,17 +29,18 @@ class Update:
         self._models = models
         self._keeps = keeps_gradients
         self._over_stages = over_stages
-        self._parameters = [
-            parameter
+        named = [
+            (name, parameter)
             for model in models
-            for parameter in model.parameters()
+            for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
+        self._parameters = [parameter for _, parameter in named]
         has_masters = case.precision is Precision.MASTER
         self._masters = Masters(self._parameters) if has_masters else None
         self._updated = self._masters.weights if self._masters else self._parameters
-        self._optimizer = torch.optim.AdamW(
-            self._updated, lr=case.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        self._optimizers = build_optimizers(
+            case, list(zip((name for name, _ in named), self._updated, strict=True))
         )
         self._after = precision.after_optimizer(case)
         if keeps_gradients:
@@ -54,14 +55,46 @@ class Update:
     def __call__(self) -> None:
         if self._case.clip:
             clip_gradients(self._updated, self._case.clip, self._over_stages)
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         if self._masters:
             self._masters.publish()
         else:
-            self._optimizer.zero_grad(set_to_none=not self._keeps)
+            for optimizer in self._optimizers:
+                optimizer.zero_grad(set_to_none=not self._keeps)
         if self._after:
             for model in self._models:
                 self._after(model)
+
+
+def build_optimizers(
+    case: TrainCase, named: Sequence[tuple[str, Tensor]]
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that update the tensors, in the order in which they run.
+
+    named: with the names of the model's parameters. Muon updates the blocks' matrices, with
+    steps of AdamW's size (adjust_lr_fn), so that both have one learning rate.
+    """
+    matrices = list[Tensor]()
+    if case.optimizer is OptimizerKind.MUON:
+        matrices = [p for name, p in named if "blocks" in name.split(".") and p.ndim == 2]
+    ids = set(map(id, matrices))
+    others = [tensor for _, tensor in named if id(tensor) not in ids]
+    optimizers = list[torch.optim.Optimizer]()
+    if matrices:
+        muon = torch.optim.Muon(
+            matrices, lr=case.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        )
+        optimizers.append(muon)
+    if others:
+        options: dict[str, Any] = {"lr": case.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+        if case.optimizer is OptimizerKind.ADAMW8BIT:
+            from torchao.optim import AdamW8bit  # noqa: PLC0415  # optional, slow to import
+
+            optimizers.append(AdamW8bit(others, **options))
+        else:
+            optimizers.append(torch.optim.AdamW(others, **options, fused=True))
+    return optimizers
 
 
 class Masters:

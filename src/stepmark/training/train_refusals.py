@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from stepmark.cases.fields import check_needs
 from stepmark.cases.split_backward import split_refusals
 from stepmark.cases.train_case import NARROW, TrainCase
-from stepmark.cases.training import DataParallel, Fp8, Precision, Recompute
+from stepmark.cases.training import DataParallel, Fp8, OptimizerKind, Precision, Recompute
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed, plain
 from stepmark.model.ops.matmul import row_multiple
@@ -16,6 +16,7 @@ from stepmark.model.parallel import PipelineSchedule
 from stepmark.training.model_refusals import LACKING, OF_ALL_KEYS, PARTS, UNDIVIDED, parts
 from stepmark.training.scores import MASKED_KERNELS, all_scores
 from stepmark.training.train_options import TrainOptions, show_blocks
+from stepmark.workloads.rules.pytorch import muon
 
 _BYTES = 256  # tokens of a text
 
@@ -83,8 +84,9 @@ def check(case: TrainCase, options: TrainOptions) -> None:
     """
     check_needs(case, options)
     case.parallel.check(case.model)
-    rules = (_model, _axes, _pipeline, _checkpointing, _numbers, _fp8, _data_parallel, _graphs)
-    for field, value, allowed in itertools.chain(*(rule(case) for rule in rules)):
+    rules = (_model, _axes, _pipeline, _checkpointing, _numbers, _fp8, _data_parallel)
+    more = (_graphs, _optimizer)
+    for field, value, allowed in itertools.chain(*(rule(case) for rule in (*rules, *more))):
         raise ConfigError(field, value, allowed)
     if options.steps and options.steps % case.cycle:
         allowed = f"a multiple of {case.cycle}: whole optimizer steps of --schedule micro"
@@ -248,6 +250,13 @@ def _widths(case: TrainCase) -> Iterator[tuple[str, int]]:
         yield "vocab_size of a rank", model.vocab_size // tp
         yield "tokens of a loss chunk", tokens // case.loss_chunks
     yield "tokens of a micro-batch", tokens
+
+
+def _optimizer(case: TrainCase) -> Refused:
+    if case.optimizer is not OptimizerKind.MUON:
+        return
+    if reason := muon.refusal(case.model, case.parallel, case.data_parallel):
+        yield "optimizer", case.optimizer, f"adamw here: {reason}"
 
 
 def _data_parallel(case: TrainCase) -> Refused:

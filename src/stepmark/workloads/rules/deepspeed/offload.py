@@ -14,21 +14,14 @@ copy_kernel_cuda).
 from collections.abc import Iterator
 
 from stepmark.ground.dtypes import DType
-from stepmark.model.ops import HostCopy, Phase
-from stepmark.step.workload import ComputeOp, Kernel
+from stepmark.model.ops import Phase
+from stepmark.step.host_memory import host_adam, host_copy
+from stepmark.step.workload import ComputeOp
 
 NOTE = (
     "offload_optimizer: a step's copies of gradients are shown together, before the update;"
     " DeepSpeed begins them as gradients are reduced"
 )
-HOST_ADAM = "cpu_adam"
-
-
-def host_copy(
-    num_bytes: int, direction: str, phase: Phase, module: str, stream: str = "compute"
-) -> ComputeOp:
-    op = HostCopy(num_bytes=num_bytes, direction=direction)
-    return ComputeOp(op=op, phase=phase, module=module, stream=stream)
 
 
 def gradient_copies(
@@ -58,8 +51,7 @@ def host_update(numel: int, *, dtype: DType, has_weights: bool) -> Iterator[Comp
 
     has_weights: the device stores them.
     """
-    kernel = Kernel(name=HOST_ADAM)
-    yield ComputeOp(op=kernel, phase=Phase.OPTIM, module="optimizer")
+    yield host_adam()
     if has_weights:
         yield host_copy(numel * dtype.itemsize, "h2d", Phase.OPTIM, "optimizer")
 

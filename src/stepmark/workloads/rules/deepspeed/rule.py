@@ -29,6 +29,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Optimizer, Phase
+from stepmark.step.host_memory import host_copy
 from stepmark.step.module import Module as Leaf
 from stepmark.step.workload import (
     Block,
@@ -56,7 +57,6 @@ from stepmark.workloads.rules.deepspeed.modules import COMPUTE, GRADS, Module, P
 from stepmark.workloads.rules.deepspeed.offload import (
     NOTE,
     gradient_copies,
-    host_copy,
     host_update,
     weights_to_host,
 )

@@ -23,9 +23,10 @@ from stepmark.model.layers import Layer
 from stepmark.model.ops import Optimizer, Phase
 from stepmark.step.kernel_choice import memory_kernel
 from stepmark.step.module import Module
-from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Operation
+from stepmark.step.module import Param as ModuleParam
+from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Item, Operation
 from stepmark.workloads.pipeline import wait
-from stepmark.workloads.rules.megatron import narrow
+from stepmark.workloads.rules.megatron import adam_states, cpu_offload, narrow
 from stepmark.workloads.rules.megatron.lora import adapted
 from stepmark.workloads.rules.megatron.plan import Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
@@ -50,6 +51,8 @@ class Param:
     own_bucket: bool = False  # shared by first and last stage
     is_narrow: bool = False  # an operand of narrow products, cast once per step
     place: int = 0  # layer of the chunk, or EMBEDDING, HEAD, NORM
+    matrix: tuple[int, int] | None = None  # rows and columns of a hidden layer's, on this rank
+    split: int | None = None  # dimension of the matrix that tp divides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,8 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
                     count=param.numel // num_experts,
                     expert=is_apart,
                     is_narrow=is_narrow and param is weight,
+                    matrix=_matrix(param.shape[1:]),
+                    split=_split(leaf, param),
                 )
     elif leaf.is_linear:
         for param in leaf.params:
@@ -108,6 +113,8 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
                 count=param.numel,
                 whole=is_whole,
                 is_narrow=is_narrow and param is weight,
+                matrix=_matrix(param.shape),
+                split=_split(leaf, param),
             )
     else:
         # Norms of heads are summed over tp even without sequence parallelism: ranks have
@@ -116,6 +123,17 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
         count = sum(param.numel for param in leaf.params)
         is_whole = weight.is_partial and (of_heads or plan.sequence_parallel)
         yield Param(module=leaf.role, count=count, whole=is_whole)
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int] | None:
+    return (shape[0], shape[1]) if len(shape) == 2 else None
+
+
+def _split(leaf: Module, param: ModuleParam) -> int | None:
+    """Return the dimension of a weight that tp divides (partition_dim of its layer)."""
+    if param.is_partial:
+        return None
+    return 1 if leaf.role.endswith(("out", "down")) else 0
 
 
 def mtp_params(plan: Plan, layer: tuple[Param, ...]) -> tuple[Param, ...]:
@@ -152,8 +170,16 @@ def chunk_params(
             if not table.is_trained:
                 continue
             alone = shared and "tokens" in table.name
+            is_tokens = "tokens" in table.name
             params.append(
-                Param(module="embedding", count=table.numel, place=EMBEDDING, own_bucket=alone)
+                Param(
+                    module="embedding",
+                    count=table.numel,
+                    place=EMBEDDING,
+                    own_bucket=alone,
+                    # Learned positions are not marked as an embedding (language_module.py).
+                    matrix=None if is_tokens else _matrix(table.shape),
+                )
             )
     norm, head, *_ = plan.tree.output().inside
     layers = [
@@ -170,7 +196,8 @@ def chunk_params(
     if chunk.has_head and (shared or not model.tied_embeddings):
         alone = shared and model.tied_embeddings
         params += [
-            replace(param, place=HEAD, own_bucket=alone) for param in _params(plan, head)
+            replace(param, place=HEAD, own_bucket=alone, matrix=None)
+            for param in _params(plan, head)
         ]
     return tuple(params)
 
@@ -316,14 +343,17 @@ def names_of(plan: Plan, buckets: Iterable[Bucket]) -> tuple[str, ...]:
     return tuple(sorted(set(sent)))
 
 
-def end_of_step(plan: Plan, stage: StageParams) -> tuple[Operation, ...]:
-    """Return the operations from the end of the last backward pass to the end of the step."""
-    scalar = _scalar(plan)
+def end_of_step(plan: Plan, stage: StageParams, updated: Sequence[Item]) -> tuple[Item, ...]:
+    """Return the operations from the end of the last backward pass to the end of the step.
+
+    updated: those of the optimizer.
+    """
+    scalar = scalar_sum(plan)
     largest = partial(scalar, group="mp", redop=RedOp.MAX)
     return (
         *_grad_finalize(plan, stage),
         *_buffer_kernels(plan, stage),
-        *_update(plan, stage),
+        *updated,
         # The messages of train_step and training_log.
         *scalar(group="mp", module="success", dtype=DType.INT32, redop=RedOp.MIN),
         *largest(module="gradient_norm"),
@@ -386,7 +416,7 @@ def _buffer_kernels(plan: Plan, stage: StageParams) -> Iterator[ComputeOp]:
         )
 
 
-def _update(plan: Plan, stage: StageParams) -> list[Operation]:
+def update(plan: Plan, stage: StageParams) -> list[Item]:
     """Return ChainedOptimizer.step: optimizers of dense parameters and, with ep, of experts.
 
     A stage without experts has an optimizer of none, since all ranks have the same groups of
@@ -398,18 +428,22 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
     norm_groups = ["expt_tp_pp" if expert else "mp" for expert in kinds]
     if sharded:
         norm_groups = ["intra_dist_opt" for _ in kinds]
-    ops: list[Operation] = []
-    scalar = _scalar(plan)
+    ops: list[Item] = []
+    scalar = scalar_sum(plan)
     counts = {expert: _updated_count(plan, stage, expert=expert) for expert in kinds}
     total = sum(counts.values())
     gradient_size = plan.gradient_dtype.itemsize
-    if gradient_size < _FP32:
-        ops += _over_parameters("gradient_cast", total, gradient_size + _FP32)
+    # FusedAdam and the host's optimizer read gradients of any type.
+    is_offloaded = plan.settings.optimizer_cpu_offload
+    is_fused = adam_states.has_fused_weights(plan) or is_offloaded
+    if gradient_size < _FP32 and not is_fused:
+        ops += over_parameters("gradient_cast", total, gradient_size + _FP32)
+        gradient_size = _FP32
     if plan.job.dtype is DType.FP16:
-        ops += _over_parameters("gradient_unscale", total, 2 * _FP32)
+        ops += over_parameters("gradient_unscale", total, 2 * gradient_size)
         for group in norm_groups:
             ops += scalar(group=group, module="overflow", redop=RedOp.MAX)
-    ops += _over_parameters("gradient_norm", total, _FP32)
+    ops += over_parameters("gradient_norm", total, gradient_size)
     for group in dict.fromkeys(norm_groups):
         ops += scalar(group=group, module="gradient_norm")
     gathers = sharded and not plan.settings.overlap_param_gather
@@ -419,16 +453,21 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
         count = counts[expert]
         if own:
             module = "optimizer.experts" if expert else "optimizer"
-            ops.append(
-                ComputeOp(
-                    op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
-                    phase=Phase.OPTIM,
-                    module=module,
+            if is_offloaded:
+                ops += cpu_offload.update(plan, max(1, count), module)
+            elif plan.settings.use_precision_aware_optimizer:
+                ops += adam_states.update_kernels(plan, max(1, count), module)
+            else:
+                ops.append(
+                    ComputeOp(
+                        op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
+                        phase=Phase.OPTIM,
+                        module=module,
+                    )
                 )
-            )
             size = plan.job.dtype.itemsize
-            if size < _FP32:  # the fp32 weights are copied to the model's
-                ops += _over_parameters("parameter_copy", count, _FP32 + size, module)
+            if size < _FP32 and not is_fused:  # the fp32 weights are copied to the model's
+                ops += over_parameters("parameter_copy", count, _FP32 + size, module)
             narrow_counts = [size for bucket in own for size in bucket.narrow_counts]
             ops += narrow.weight_casts(plan, narrow_counts, group)
         # Each optimizer gathers all buckets of the chunks, including the other's.
@@ -446,7 +485,7 @@ def _updated_count(plan: Plan, stage: StageParams, *, expert: bool) -> int:
     return sum(bucket.padded for bucket in own) // ranks
 
 
-def _over_parameters(
+def over_parameters(
     name: str, count: int, num_bytes: int, module: str = "optimizer"
 ) -> tuple[ComputeOp, ...]:
     """Return a kernel over the parameters that this rank updates. num_bytes: of one of them."""
@@ -454,7 +493,7 @@ def _over_parameters(
     return (ComputeOp(op=op, phase=Phase.OPTIM, module=module),) if count else ()
 
 
-def _scalar(plan: Plan) -> "partial[tuple[CommOp, ...]]":
+def scalar_sum(plan: Plan) -> "partial[tuple[CommOp, ...]]":
     """Return the all-reduce of one fp32 number."""
     return partial(
         plan.comms, Collective.ALL_REDUCE, elements=1, phase=Phase.OPTIM, dtype=DType.FP32

@@ -22,7 +22,7 @@ from stepmark.workloads.job import (
     refuse_first,
 )
 from stepmark.workloads.pipeline import Pipeline
-from stepmark.workloads.rules.megatron import narrow
+from stepmark.workloads.rules.megatron import adam_states, cpu_offload, narrow
 from stepmark.workloads.rules.megatron.pipeline_layout import num_chunks
 from stepmark.workloads.rules.megatron.refusals import refusals
 from stepmark.workloads.rules.megatron.settings import (
@@ -31,6 +31,7 @@ from stepmark.workloads.rules.megatron.settings import (
     AttentionBackend,
     Megatron,
     RouterDtype,
+    StateDtype,
 )
 
 
@@ -180,6 +181,7 @@ class Plan:
     @property
     def gradient_dtype(self) -> DType:
         in_fp32 = self.settings.accumulate_allreduce_grads_in_fp32
+        in_fp32 = in_fp32 and self.settings.main_grads_dtype is StateDtype.FP32
         if self.settings.grad_reduce_in_bf16 or not in_fp32:
             return self.job.dtype
         return DType.FP32
@@ -196,6 +198,8 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     settings = _with_chunks(settings, job.parallel.pp)
     multiple = settings.make_vocab_size_divisible_by
     model = model_as("megatron", job.model, job.parallel.tp, multiple)
+    adam_states.check(settings, job.dtype)
+    cpu_offload.check(settings)
     narrow.check_layers(settings, model.num_layers, job.parallel.pp)
     job = replace(job, model=model, products=narrow.products_of(settings))
     plan = Plan(

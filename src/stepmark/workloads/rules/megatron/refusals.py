@@ -12,6 +12,7 @@ from stepmark.workloads.rules.megatron.settings import (
     CpComm,
     Dispatcher,
     Granularity,
+    MuonTpMode,
 )
 
 if TYPE_CHECKING:
@@ -177,6 +178,39 @@ def _technique_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
         *_combined_refusals(plan),
         *_mtp_refusals(plan),
         *_exchange_refusals(plan),
+        *_muon_refusals(plan),
+    )
+
+
+def _muon_refusals(plan: "Plan") -> Iterator[_Refusal]:
+    """Yield what Megatron-LM's Muon does not take, and what is not modelled with it."""
+    settings = plan.settings
+    if not settings.optimizer.is_muon:
+        return
+    model = plan.model
+    words = (
+        (plan.job.dtype is DType.FP16, "without fp16"),  # get_megatron_muon_optimizer
+        (plan.lora is not None, "without lora_rank: adapters are not modelled with it"),
+        (
+            any(layer.mixer != "attention" for layer in model.pattern),
+            "for a model of attention layers: parameters of others are not modelled with it",
+        ),
+    )
+    for is_there, allowed in words:
+        yield is_there, "optimizer", settings.optimizer, f"only {allowed}"
+    mode = settings.muon_tp_mode
+    if mode is not MuonTpMode.BLOCKWISE:
+        # TransformerEngine marks weights that tp does not divide as divided.
+        yield model.mla, "muon_tp_mode", mode, "blockwise with latent attention"
+        is_apart = model.moe and (plan.etp > 1 or mode is MuonTpMode.DISTRIBUTED)
+        yield is_apart, "muon_tp_mode", mode, "blockwise with experts whose weights tp divides"
+    splits = settings.muon_split_qkv and not model.mla
+    unsplit = splits and (model.num_kv_heads % plan.tp or model.gate or model.d_v != model.d_qk)
+    yield (
+        unsplit,
+        "muon_split_qkv",
+        True,
+        "false where tp does not divide the heads of keys, or with gates of attention",
     )
 
 

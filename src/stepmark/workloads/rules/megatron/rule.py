@@ -32,7 +32,7 @@ from stepmark.workloads.pipeline import (
     schedule,
     wait,
 )
-from stepmark.workloads.rules.megatron import gradients
+from stepmark.workloads.rules.megatron import cpu_offload, gradients, muon
 from stepmark.workloads.rules.megatron.chunk import (
     Library,
     Segment,
@@ -62,6 +62,8 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
     bucket groups are those of dense parameters and of experts).
     """
     settings = plan.settings
+    if settings.optimizer_cpu_offload:
+        yield cpu_offload.NOTE
     if plan.model.vocab_size != job.model.vocab_size:
         yield f"vocabulary padded from {job.model.vocab_size} to {plan.model.vocab_size}"
     masks = settings.create_attention_mask_in_dataloader and plan.tp > 1
@@ -213,7 +215,12 @@ class _StageBuilder:
         blocking = pipeline.num_chunks > 1 and not pipeline.overlap
         spans = with_async_deps(spans, self.in_flight, blocking=blocking)
         items = program(spans, self.lower, self.blocks, f"stage{index}.")
-        self.blocks[f"stage{index}.finish"] = gradients.end_of_step(plan, self.params)
+        if plan.settings.optimizer.is_muon:
+            updated = muon.update(plan, self.params, self.blocks)
+        else:
+            updated = gradients.update(plan, self.params)
+        end = gradients.end_of_step(plan, self.params, updated)
+        self.blocks[f"stage{index}.finish"] = end
         self.blocks[step] = (*items, Run(block=f"stage{index}.finish"))
         return Stage(
             step=step,

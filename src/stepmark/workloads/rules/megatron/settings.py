@@ -57,6 +57,46 @@ class RouterDtype(StrEnum):
     FP64 = "fp64"
 
 
+class MegatronOptimizer(StrEnum):
+    """Optimizer: Adam, or Muon of hidden layers' matrices.
+
+    dist_muon: data ranks update whole parameters, each some of them (layer-wise optimizer).
+    """
+
+    ADAM = "adam"
+    MUON = "muon"
+    DIST_MUON = "dist_muon"
+
+    @property
+    def is_muon(self) -> bool:
+        return self is not MegatronOptimizer.ADAM
+
+    @property
+    def is_divided(self) -> bool:
+        return self is MegatronOptimizer.DIST_MUON
+
+
+class StateDtype(StrEnum):
+    """Type of what Adam keeps. fp8: E4M3 with a scale per tensor."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+    @property
+    def itemsize(self) -> int:
+        return {"fp32": 4, "fp8": 1}.get(self, 2)
+
+
+class MuonTpMode(StrEnum):
+    """What Muon orthogonalizes of a matrix that tp divides."""
+
+    BLOCKWISE = "blockwise"  # each rank its part, without messages
+    DUPLICATED = "duplicated"  # each rank the whole matrix, which is gathered
+    DISTRIBUTED = "distributed"  # all ranks together, with sums in each iteration
+
+
 class AttentionBackend(StrEnum):
     """Kernels of attention: fused ones by flash-attn or cuDNN, or stored scores.
 
@@ -73,6 +113,9 @@ class AttentionBackend(StrEnum):
 
 STORED_SCORES = (AttentionBackend.UNFUSED, AttentionBackend.LOCAL)
 _STORED = {"attention_backend": STORED_SCORES}
+_OFFLOADED = {"optimizer_cpu_offload": (True,)}
+_AWARE = {"use_precision_aware_optimizer": (True,)}
+_MUON = {"optimizer": (MegatronOptimizer.MUON, MegatronOptimizer.DIST_MUON)}
 RECOMPUTE_MODULES = (
     "core_attn",
     "layernorm",
@@ -90,6 +133,7 @@ LORA_TARGETS = {
     "linear_fc2": ("down",),
 }
 _Refusal = tuple[object, str, object, str]  # of job.refuse_first
+_COEFFICIENTS = 5  # sets of the quintic iteration
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -111,6 +155,35 @@ class Megatron:
     use_distributed_optimizer: bool = setting(
         False, "shard optimizer states over data ranks", common=True
     )
+    optimizer: MegatronOptimizer = setting(
+        MegatronOptimizer.ADAM, "adam, muon, or dist_muon: data ranks divide its parameters"
+    )
+    use_precision_aware_optimizer: bool = setting(
+        False, "TransformerEngine's Adam with narrower states"
+    )
+    main_grads_dtype: StateDtype = setting(
+        StateDtype.FP32, "of gradients: fp32, or bf16, which is also reduced", only=_AWARE
+    )
+    main_params_dtype: StateDtype = setting(
+        StateDtype.FP32, "of main weights: fp32 or fp16", only=_AWARE
+    )
+    exp_avg_dtype: StateDtype = setting(StateDtype.FP32, "of first moments", only=_AWARE)
+    exp_avg_sq_dtype: StateDtype = setting(StateDtype.FP32, "of second moments", only=_AWARE)
+    optimizer_cpu_offload: bool = setting(False, "run Adam on the host, with its states there")
+    optimizer_offload_fraction: float = setting(
+        1.0, "of the parameters, whose Adam runs on the host", only=_OFFLOADED
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = setting(
+        False, "copies of gradients and weights have streams of their own", only=_OFFLOADED
+    )
+    muon_tp_mode: MuonTpMode = setting(
+        MuonTpMode.BLOCKWISE,
+        "matrices that tp divides: blockwise, duplicated or distributed",
+        only=_MUON,
+    )
+    muon_num_ns_steps: int = setting(5, "Newton-Schulz iterations", only=_MUON)
+    muon_split_qkv: bool = setting(True, "orthogonalize q, k and v apart", only=_MUON)
+    muon_use_nesterov: bool = setting(False, "Nesterov momentum", only=_MUON)
     overlap_grad_reduce: bool = setting(
         False, "reduce gradients during the backward pass", common=True
     )
@@ -272,6 +345,7 @@ class Megatron:
             if word not in LORA_TARGETS:
                 raise not_one_of("lora_targets", word, tuple(LORA_TARGETS))
         narrow.check(self)
+        _check_muon(self)
         uneven = [name for name in _UNEVEN if getattr(self, name) is not None]
         accounts = [name for name in _ACCOUNTS if getattr(self, name)]
         if uneven and accounts:
@@ -291,6 +365,19 @@ class Megatron:
     def adapted_layers(self) -> tuple[str, ...]:
         """Linear layers that lora_targets names."""
         return tuple(word.strip() for word in self.lora_targets.split(",") if word.strip())
+
+
+def _check_muon(settings: Megatron) -> None:
+    """Raise ConfigError for what validate_args refuses with Muon, or newton_schulz."""
+    if not settings.optimizer.is_muon:
+        return
+    for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+        if getattr(settings, name):
+            raise ConfigError(name, True, f"false with --optimizer {settings.optimizer}")
+    steps = settings.muon_num_ns_steps
+    if steps < 1 or steps % _COEFFICIENTS:
+        allowed = f"a multiple of {_COEFFICIENTS}, the coefficients of Emerging-Optimizers"
+        raise ConfigError("muon_num_ns_steps", steps, allowed)
 
 
 def _check_dropout(settings: Megatron) -> None:

@@ -102,6 +102,7 @@ def settings_of(case: TrainCase) -> PyTorch:
         grad_sync=case.grad_sync,
         loss_chunks=case.loss_chunks,
         clip=case.clip > 0,
+        optimizer=case.optimizer,
         recompute=case.recompute,
         recompute_some=case.recompute_blocks[0],
         recompute_every=case.recompute_blocks[1],

@@ -7,7 +7,7 @@ training/model_parallel.py's (torch/distributed/tensor/parallel/style.py).
 
 from dataclasses import replace
 
-from stepmark.cases.training import DataParallel, GradSync
+from stepmark.cases.training import DataParallel, GradSync, OptimizerKind
 from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
@@ -15,6 +15,7 @@ from stepmark.model.ops import Scaling
 from stepmark.step.workload import Workload
 from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, Job, check_single, plain_settings, refuse_first
+from stepmark.workloads.rules.pytorch import muon
 from stepmark.workloads.rules.pytorch.ddp import Reducer
 from stepmark.workloads.rules.pytorch.fsdp import sharding_of
 from stepmark.workloads.rules.pytorch.settings import PyTorch, StageEnds, Trainer
@@ -48,11 +49,28 @@ def _check_attention(job: AnyJob, settings: PyTorch) -> None:
         raise ConfigError("attention_backend", kernel, allowed)
 
 
+def _check_optimizer(job: AnyJob, settings: PyTorch) -> None:
+    """Raise ConfigError for a job that does not run the optimizer."""
+    if settings.optimizer is OptimizerKind.ADAMW:
+        return
+    reason = ""
+    if settings.optimizer is OptimizerKind.MUON:
+        reason = muon.refusal(job.config, job.parallel, settings.data_parallel)
+    if settings.trainer is not Trainer.STEPMARK:
+        reason = "the kernels of --trainer llm-foundry are those of its AdamW"
+    if reason:
+        raise ConfigError("optimizer", settings.optimizer, f"adamw here: {reason}")
+
+
 def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     """Return a step of the job, for one of the rule's names. Raises ConfigError."""
     settings = settings.resolved(job.parallel)
     _check_attention(job, settings)
+<<<<<<< HEAD
     check_split(job, settings)
+=======
+    _check_optimizer(job, settings)
+>>>>>>> optimizers
     if settings.fp8_all_gather:
         job = _with_cast_weights(job)
     kind = settings.data_parallel
@@ -125,6 +143,7 @@ def _technique(settings: PyTorch) -> Technique:
         loss_chunks=settings.loss_chunks,
         kernels=settings.kernels,
         fuses_optimizer=settings.trainer is Trainer.STEPMARK,
+        optimizer=settings.optimizer,
     )
 
 

@@ -7,7 +7,13 @@ older names (fsdp, ddp, tp, pp) fix data_parallel and have the settings that are
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from stepmark.cases.training import CompileScope, DataParallel, GradSync, Recompute
+from stepmark.cases.training import (
+    CompileScope,
+    DataParallel,
+    GradSync,
+    OptimizerKind,
+    Recompute,
+)
 from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
@@ -135,6 +141,10 @@ class PyTorch:
         ",".join(ADAPTABLE[:-1]), f"layers with adapters: some of {','.join(ADAPTABLE)}"
     )
     clip: bool = setting(True, "clip gradients by their norm")
+    optimizer: OptimizerKind = setting(
+        OptimizerKind.ADAMW,
+        "adamw; adamw8bit: torchao's; muon: torch.optim.Muon of the blocks' matrices",
+    )
     recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
     recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")
     recompute_every: int = setting(1, "with blocks: blocks per cycle")

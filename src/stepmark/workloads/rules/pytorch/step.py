@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from stepmark.cases.message import RECV, SEND
+from stepmark.cases.training import OptimizerKind
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
@@ -35,6 +36,7 @@ from stepmark.workloads.pipeline import (
     Tick,
     wait,
 )
+from stepmark.workloads.rules.pytorch import muon, narrow_states
 from stepmark.workloads.rules.pytorch.chunk import Blocks, Chunk, Layer
 from stepmark.workloads.rules.pytorch.order import order_of, split_note
 from stepmark.workloads.rules.pytorch.schedules import spans as spans_of
@@ -290,7 +292,7 @@ def _stages(job: AnyJob, technique: Technique, comms: Comms, blocks: Blocks) -> 
         parts = [([chunk], _accumulated(job, technique, chunk, blocks))]
     for stage, (chunks, passes) in enumerate(parts):
         name = "step" if len(parts) == 1 else f"step.{stage}"
-        blocks[name] = (*passes, *update(job, technique, chunks, comms))
+        blocks[name] = (*passes, *update(job, technique, chunks, comms, blocks))
         setup = technique.setup(chunks[0]) if technique.setup else ()
         if setup:
             blocks["setup"] = setup
@@ -428,11 +430,13 @@ def _collected(
     )
 
 
-def update(job: AnyJob, technique: Technique, chunks: list[Chunk], comms: Comms) -> Block:
-    """Return clipping by the norm of all gradients, then AdamW on this rank's shards.
+def update(
+    job: AnyJob, technique: Technique, chunks: list[Chunk], comms: Comms, blocks: Blocks
+) -> Block:
+    """Return clipping by the norm of all gradients, then the optimizer on this rank's shards.
 
     As training/optimizer.py runs them (torch 2.13: nn/utils/clip_grad.py get_total_norm
-    over DTensors, optim/adamw.py).
+    over DTensors, optim/adamw.py, optim/_muon.py).
     """
     params = [param for chunk in chunks for param in chunk.params]
     trained = [param for param in params if param.is_trained and not param.is_copy]
@@ -464,7 +468,17 @@ def update(job: AnyJob, technique: Technique, chunks: list[Chunk], comms: Comms)
             _computed("clip", Kernel(name="scale", flops=0, bytes_moved=2 * num_bytes))
         )
     items += summed("update")
-    items += _updates(max(1, size), technique)
+    if technique.optimizer is OptimizerKind.MUON:
+        matrices = muon.matrices_of(chunks)
+        items += muon.updates(matrices, technique.weights, blocks)
+        size -= sum(param.numel for layer in matrices for param in layer)
+    if technique.optimizer is OptimizerKind.ADAMW8BIT:
+        shards = [_local_numel(param, technique) for param in trained]
+        moved = narrow_states.update_bytes(shards, technique.weights.itemsize)
+        kernel = Kernel(name="adamw8bit", flops=0, bytes_moved=moved)
+        items.append(_computed("update", kernel))
+    else:
+        items += _updates(max(1, size), technique)
     return (*items, *_scales(technique, trained, reduce))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stepmark.cases.recompute import rerun_products
-from stepmark.cases.training import Recompute
+from stepmark.cases.training import OptimizerKind, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Gemm, GroupedGemm, Norm
 from stepmark.model.parallel import PipelineSchedule, StageSplit, TpPlan
@@ -56,6 +56,7 @@ class Technique:
     loss_chunks: int = 1
     kernels: KernelChoice = KernelChoice()
     fuses_optimizer: bool = True
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
 
     @property
     def has_masters(self) -> bool:
