@@ -33,6 +33,7 @@ from stepmark.model.ops import (
     Rope,
     Scaling,
 )
+from stepmark.model.ops.matmul import scaled_bytes
 
 from .ops_samples import OPTIONS, PLAIN
 
@@ -535,3 +536,21 @@ def test_odd_rope_and_more_slices_than_tokens() -> None:
 
 def test_a_long_value_is_cut_in_the_message() -> None:
     assert len(refused(GEMM, "layout", "x" * 10_000)) < 200
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scaling", "num_bytes"),
+    [
+        (DType.BF16, Scaling.NONE, 2 * 64 * 7168),
+        (DType.FP8_E4M3, Scaling.TENSORWISE, 64 * 7168),
+        (DType.FP8_E4M3, Scaling.ROWWISE, 64 * (7168 + 4)),
+        (DType.FP8_E4M3, Scaling.BLOCKWISE, 64 * (7168 + 4 * 56)),
+        (DType.MXFP8, Scaling.NONE, 64 * (7168 + 224)),
+        (DType.NVFP4, Scaling.NONE, 64 * (3584 + 448) + 4),
+    ],
+)
+def test_bytes_of_rows_with_their_factors(
+    dtype: DType, scaling: Scaling, num_bytes: int
+) -> None:
+    """Rows of DeepSeek-V3's width: 7168 bytes and 56 fp32 factors in DeepEP's FP8 dispatch."""
+    assert scaled_bytes(dtype, scaling, 64, 7168) == num_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from stepmark.ground.dtypes import DType
-from stepmark.model.ops.matmul import BLOCK, Cast, Scaling, row_multiple
+from stepmark.model.ops.matmul import Cast, Scaling, row_multiple, scaled_bytes
 
 
 class Recipe(StrEnum):
@@ -70,9 +70,8 @@ class ProductPrecision:
 
     def gathered_bytes(self, numel: int) -> int:
         """Return the bytes of a cast tensor that is gathered, with the factors of blocks."""
-        if self.scaling is Scaling.BLOCKWISE:
-            return numel + -(-numel // BLOCK) * DType.FP32.itemsize
-        return self.dtype.num_bytes(numel)
+        scaling = self.scaling if self.scaling is Scaling.BLOCKWISE else Scaling.NONE
+        return scaled_bytes(self.dtype, scaling, 1, numel)
 
 
 # Element type, scale factors, and how often a cast reads its source: twice where the largest
