@@ -1,6 +1,6 @@
 """Element types of linear layers' products; everything else of a step stays in bf16.
 
-Router, embedding and attention are never narrow, the head only where it is asked for.
+Router and embedding are never narrow, head and attention only where they are asked for.
 
 Sources: torchao 0.18, float8/float8_linear.py and float8_scaling_utils.py (tensorwise,
 rowwise); TransformerEngine 2.11, common/recipe/__init__.py (DelayedScaling,
@@ -33,7 +33,8 @@ class ProductPrecision:
     grad_dtype: of gradients of outputs, if another. num_reads: times that a cast reads its bf16
     source; 0: the step has no casts. cast: inside each product, as `op` times it.
     casts_weights: in each forward pass, else once per step, which the framework's rule adds.
-    casts_shards: what tensor parallelism gathers is cast before.
+    casts_shards: what tensor parallelism gathers is cast before. attention: recipe of attention
+    in fp8; None: it is in bf16.
     """
 
     dtype: DType
@@ -45,6 +46,7 @@ class ProductPrecision:
     casts_shards: bool = False
     has_head: bool = False
     has_experts: bool = True
+    attention: Recipe | None = None
 
     def fits(self, *sizes: int) -> bool:
         """Return whether a layer of these widths can be narrow; else it stays in bf16."""
@@ -94,6 +96,7 @@ def by_recipe(
     casts_shards: bool = False,
     has_head: bool = False,
     has_experts: bool = True,
+    attention: Recipe | None = None,
 ) -> ProductPrecision:
     """Return the products of a recipe. is_hybrid: gradients in e5m2, of fp8 alone."""
     dtype, scaling, num_reads = _RECIPES[recipe]
@@ -106,6 +109,7 @@ def by_recipe(
         casts_shards=casts_shards,
         has_head=has_head,
         has_experts=has_experts,
+        attention=attention,
     )
 
 

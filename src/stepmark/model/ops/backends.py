@@ -69,7 +69,8 @@ def unsupported(family: str, backend: str, op: Any, capabilities: Capabilities) 
 
 def gemm(op: Gemm, capabilities: Capabilities) -> str | None:
     if op.dtype.is_block_format or op.scaling is Scaling.BLOCKWISE:
-        return _not_measured(op.dtype if op.dtype.is_block_format else "blockwise fp8")
+        kind = op.dtype if op.dtype.is_block_format else "blockwise fp8"
+        return _not_measured(f"{kind} products")
     if op.dtype.is_fp8:
         return _fp8(op, capabilities)
     if (reason := tf32(op, capabilities)) is not None:
@@ -83,7 +84,7 @@ def gemm(op: Gemm, capabilities: Capabilities) -> str | None:
 
 
 def _not_measured(what: str) -> str:
-    return f"{what} products are predicted and not measured: no backend here runs them"
+    return f"{what} are predicted and not measured: no backend here runs them"
 
 
 def _stored(dtype: DType) -> DType:
@@ -128,7 +129,7 @@ def grouped_gemm(op: GroupedGemm, capabilities: Capabilities) -> str | None:
 
 
 def grouped_loop(op: GroupedGemm, capabilities: Capabilities) -> str | None:
-    return _not_measured(f"grouped {op.dtype}") if op.dtype.is_narrow else None
+    return _not_measured(f"grouped {op.dtype} products") if op.dtype.is_narrow else None
 
 
 def optimizer(op: Optimizer, capabilities: Capabilities) -> str | None:
@@ -163,6 +164,8 @@ def attention(name: str, op: Attention, capabilities: Capabilities) -> str | Non
 
 def _no_attention_type(name: str, op: Attention, capabilities: Capabilities) -> str | None:
     on_cpu = capabilities.device_type == "cpu"
+    if op.dtype.is_fp8:
+        return _not_measured("kernels of fp8 attention")
     if op.dtype is DType.TF32 and (name != "math" or on_cpu):
         return "tf32 attention: the math backend on a GPU only"
     if name in ("math", "flex") or on_cpu or op.dtype in (DType.BF16, DType.FP16):

@@ -98,7 +98,10 @@ def test_what_is_cast_before_it_is_gathered_has_the_bytes_of_its_format(
 
 
 def test_delayed_scaling_reduces_maxima_once_per_pass_of_a_chunk() -> None:
-    """TransformerEngine, reduce_and_update_fp8_tensors: 3 tensors of a product, and 2."""
+    """TransformerEngine, reduce_and_update_fp8_tensors: 3 tensors of a product, and 2.
+
+    Attention counts as three products, whether it is in FP8 or not.
+    """
     mesh = {"tp": 2, "pp": 2, "dp_shard": 2}
     low = step(mesh=mesh, **FP8, microbatches=4)
     for stage in range(2):
@@ -106,7 +109,7 @@ def test_delayed_scaling_reduces_maxima_once_per_pass_of_a_chunk() -> None:
         assert {(op.group, op.redop, op.dtype) for op in reduced} == {
             ("tp_dp_cp", RedOp.MAX, DType.FP32)
         }
-        products = 4 * DENSE.num_layers // 2
+        products = (4 + 3) * DENSE.num_layers // 2
         assert Counter((op.phase, op.count) for op in reduced) == {
             (Phase.FWD, 3 * products): 4,
             (Phase.BWD, 2 * products): 4,
@@ -124,7 +127,8 @@ def test_each_expert_has_its_own_maxima() -> None:
     }
     dense, moe = 3, 5
     experts = 2 * 8 // 2  # gate with up and down of half of the experts
-    assert count == 3 * (dense * 4 + moe * (2 + experts))
+    attention = 3
+    assert count == 3 * (dense * (4 + attention) + moe * (2 + attention + experts))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
