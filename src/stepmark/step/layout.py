@@ -223,7 +223,7 @@ def _casts(
     dy = narrow.cast_bytes((dy_rows or rows) * out, rows * out if dy_rows else 0)
     weights = 0
     if narrow.casts_weights:
-        weights = narrow.cast_bytes(num_weights * out * width)
+        weights = narrow.cast_bytes(num_weights * out * width, is_weight=True)
     return {Phase.FWD: x + weights, Phase.DGRAD: dy}
 
 

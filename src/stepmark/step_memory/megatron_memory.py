@@ -131,8 +131,8 @@ def _narrow_copies(plan: Plan, params: Iterable[gradients.Param]) -> int:
     count = sum(param.count for param in params if param.is_narrow)
     if products is None or not count:
         return 0
-    copies = 2 * products.gathered_bytes(count)
-    return copies - (plan.job.dtype.itemsize * count if narrow.gathers_fp8(plan) else 0)
+    copies = 2 * products.weight_bytes(count)
+    return copies - (plan.job.dtype.itemsize * count if plan.settings.fp8_param_gather else 0)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def scaled_bytes(dtype: DType, scaling: Scaling, rows: int, width: int) -> int:
     one (DeepEP sends these, csrc/kernels/internode_ll.cu, num_scales); of block formats those
     of DType.num_bytes. The one factor of a tensor is not counted.
     """
-    num_bytes = dtype.num_bytes(rows * width)
+    num_bytes = dtype.num_bytes(rows * width) - dtype.num_bytes(0)
     if not dtype.is_fp8:
         return num_bytes
     of_row = {Scaling.ROWWISE: 1, Scaling.BLOCKWISE: -(-width // BLOCK)}.get(scaling, 0)

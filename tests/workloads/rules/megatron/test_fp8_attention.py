@@ -134,7 +134,7 @@ def test_layers_in_bf16_have_attention_in_bf16_and_no_reduction() -> None:
 @RECIPES
 @pytest.mark.parametrize("tp", [1, 2])
 def test_saved_tensors_have_eight_bits(recipe: dict[str, Any], tp: int) -> None:
-    """q, k and v in fp8, the output with delayed scaling, too; two statistics of the softmax."""
+    """q, k and v in fp8, with delayed scaling the output, too; two statistics per softmax."""
     job = make(WIDE, tp=tp)
     plain, low = (
         stage_memories(job, Megatron(**recipe, **more))[0].activations_bytes

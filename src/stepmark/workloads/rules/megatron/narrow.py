@@ -184,16 +184,53 @@ def is_narrow(leaf: Module) -> bool:
 
 
 def gathered(
-    products: ProductPrecision | None, leaf: Module, elements: int, ranks: int
+    products: ProductPrecision | None,
+    leaf: Module,
+    elements: int,
+    ranks: int,
+    *,
+    num_layouts: int = 1,
 ) -> dict[str, Any]:
     """Return the size and type of a gather over tp of a module's input or output gradient.
 
     What is cast before is sent as bytes (pytorch/distributed.py, gather_along_first_dim).
+    num_layouts: that the next products read. Where factors are per tensor one is sent, of which
+    the other is the transpose.
     """
     if products is None or not is_narrow(leaf):
         return {"elements": elements}
-    num_bytes = ranks * products.gathered_bytes(elements // ranks)
+    if products.scaling is Scaling.TENSORWISE:
+        num_layouts = 1
+    num_bytes = num_layouts * ranks * products.gathered_bytes(elements // ranks)
     return {"elements": num_bytes, "dtype": DType.UINT8}
+
+
+def cast_amax(plan: "Plan", leaf: Module, phase: Phase) -> tuple[CommOp, ...]:
+    """Return the maximum over tp of a tensor's magnitudes, before its shards are cast.
+
+    Tensorwise scaling has one number, NVFP4 one per layout, as that along columns is of what
+    the Hadamard transform returns (pytorch/module/linear.py,
+    _customize_quantizers_float8_current_scaling and _customize_quantizers_nvfp4;
+    pytorch/csrc/quantizer.cpp, quantize_impl). MXFP8 and blocks have no number of the tensor.
+    """
+    products = plan.job.products
+    if products is None or not is_narrow(leaf) or not plan.sequence_parallel:
+        return ()
+    count = 1
+    if products.dtype is DType.NVFP4:
+        is_trained = any(param.is_trained for param in leaf.params)
+        count = 2 if is_trained or phase is not Phase.FWD else 1
+    elif plan.settings.fp8_recipe is not Fp8Recipe.TENSORWISE:
+        return ()
+    return plan.inside(
+        Collective.ALL_REDUCE,
+        count,
+        "tp",
+        phase,
+        leaf.role,
+        DType.FP32,
+        redop=RedOp.MAX,
+    )
 
 
 def num_scaled(plan: "Plan", leaves: Iterable[Module]) -> int:
@@ -263,10 +300,11 @@ def weight_casts(
     total = sum(counts)
     if products is None or not total:
         return ()
-    num_bytes = products.cast_bytes(total)
+    num_bytes = products.cast_bytes(total, is_weight=True)
     reduced: tuple[CommOp, ...] = ()
     if gathers_fp8(plan):
-        num_bytes = products.cast_bytes(total // plan.size(group), gathered=total)
+        shard = total // plan.size(group)
+        num_bytes = products.cast_bytes(shard, gathered=total, is_weight=True)
         by_block = products.scaling is Scaling.BLOCKWISE
         reduced = plan.comms(
             Collective.ALL_REDUCE,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig
+from stepmark.model.ops import Scaling
 from stepmark.workloads.rules.megatron.narrow import Fp8Format, Fp8Recipe, has_fp8_attention
 from stepmark.workloads.rules.megatron.settings import (
     STORED_SCORES,
@@ -310,6 +311,11 @@ def _userbuffer_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
         return ()
     hidden = plan.model.hidden_size
     name = "tp_comm_overlap"
+    products = plan.job.products
+    # fill_userbuffers_buffer_for_all_gather of TransformerEngine's module/base.py
+    has_other_scales = products is not None and (
+        products.dtype is DType.NVFP4 or products.scaling is Scaling.BLOCKWISE
+    )
     return (
         (not plan.sequence_parallel, name, True, "only with sequence_parallel and tp > 1"),
         (
@@ -319,6 +325,12 @@ def _userbuffer_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
             "false with latent attention, whose products TransformerEngine has no buffers for",
         ),
         (hidden % 4, name, True, f"only with a hidden size that 4 divides, not {hidden}"),
+        (
+            has_other_scales,
+            name,
+            True,
+            "false with NVFP4 or blockwise FP8, which TransformerEngine has no buffers for",
+        ),
     )
 
 
