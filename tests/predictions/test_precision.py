@@ -1,5 +1,7 @@
 """Narrow products by data sheets: never slower than bf16, refused where units lack them."""
 
+from typing import Any
+
 import pytest
 
 from stepmark.ground.dtypes import DType
@@ -144,9 +146,9 @@ def test_fp8_gains_what_a_published_step_gained(
     assert steps_s["bf16"] / steps_s["fp8"] == pytest.approx(published, rel=0.12)
 
 
-def attending(device: str, **options: object) -> Inputs:
+def attending(device: str, **options: Any) -> Inputs:
     """Return the inputs of a step with FP8 attention."""
-    defaults = {"models": ("llama-3.1-8b",), "fp8_dot_product_attention": True}
+    defaults: dict[str, Any] = {"models": ("llama-3.1-8b",), "fp8_dot_product_attention": True}
     job = options_class("megatron")(
         framework="megatron",
         nproc=8,
@@ -169,7 +171,7 @@ def attending(device: str, **options: object) -> Inputs:
     ],
 )
 def test_fp8_attention_is_refused_where_cudnn_lacks_it(
-    device: str, options: dict[str, object], words: str
+    device: str, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         attending(device, **options)
@@ -205,7 +207,7 @@ def test_fp8_attention_takes_the_time_of_kernels_of_inference(width: int, causal
             for dtype in (DType.BF16, DType.FP8_E4M3)
         ]
         cost = SheetCosts(load_devices()["h100-sxm"])
-        times_s = []
+        times_s: list[float] = []
         for op in ops:
             known = cost(ComputeOp(op=op, phase=Phase.FWD, module="attention.core"))
             assert known is not None
@@ -223,7 +225,12 @@ def test_fp8_attention_gains_a_few_percent_of_a_step() -> None:
     """
     steps_s = []
     for is_narrow in (False, True):
-        job = {"models": ("llama-2-70b",), "tp": 4, "seq_len": 8192, "sequence_parallel": True}
+        job: dict[str, Any] = {
+            "models": ("llama-2-70b",),
+            "tp": 4,
+            "seq_len": 8192,
+            "sequence_parallel": True,
+        }
         known = attending("h200-sxm", **job, fp8_dot_product_attention=is_narrow)
         steps_s.append(predict(known).step_s)
     assert 1.005 < steps_s[0] / steps_s[1] < 1.15 / 1.11
