@@ -94,7 +94,8 @@ def in_tiles(factors_RC: Tensor) -> Tensor:
     padding = (0, -blocks % _BLOCKS, 0, -rows % _ROWS)
     padded = functional.pad(factors_RC.view(torch.uint8), padding)
     tiles = padded.unflatten(1, (-1, _BLOCKS)).unflatten(0, (-1, _ROWS // 32, 32))
-    return tiles.permute(0, 3, 2, 1, 4).flatten().view(factors_RC.dtype)
+    flat: Tensor = tiles.permute(0, 3, 2, 1, 4).flatten()
+    return flat.view(factors_RC.dtype)
 
 
 def decoded(factors: Factors) -> Tensor:
@@ -109,7 +110,7 @@ def decoded(factors: Factors) -> Tensor:
         wide = elements.float()
     scales = factors.of_blocks.float()
     block = wide.shape[1] // scales.shape[1]
-    scaled = wide.unflatten(1, (-1, block)) * scales[..., None]
+    scaled: Tensor = wide.unflatten(1, (-1, block)) * scales[..., None]
     return scaled.flatten(1).to(torch.bfloat16)
 
 

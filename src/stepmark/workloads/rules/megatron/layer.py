@@ -140,8 +140,8 @@ def row(plan: Plan, leaf: Module, width: int) -> Step:
         sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"))
         ring = userbuffers.ring_gather(plan, leaf, inputs, sent, Phase.DGRAD)
         amax = narrow.cast_amax(plan, leaf, Phase.DGRAD)
-        ring, weights = userbuffers.with_columns(plan, leaf, ring, weights, sent)
-        step = replace(step, bwd=(*amax, *ring, *weights))
+        backward = userbuffers.with_columns(plan, leaf, ring, weights, sent)
+        step = replace(step, bwd=(*amax, *backward))
     return step
 
 

@@ -81,7 +81,7 @@ def with_columns(
     ring: Sequence[Operation],
     weights: Sequence[Operation],
     sent: Mapping[str, Any],
-) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+) -> tuple[Operation, ...]:
     """Return a row-parallel layer's backward pass with the gather of its gradient's columns.
 
     Of MXFP8 the ring has the layout along rows alone. That along columns, which the weight's
@@ -89,7 +89,7 @@ def with_columns(
     """
     products = plan.job.products
     if products is None or products.dtype is not DType.MXFP8 or "dtype" not in sent:
-        return (*ring,), (*weights,)
+        return (*ring, *weights)
     name = f"{leaf.role}.columns"
     gather = plan.inside(
         Collective.ALL_GATHER,
@@ -107,7 +107,7 @@ def with_columns(
         if isinstance(op, ComputeOp) and isinstance(op.op, Gemm)
     )
     awaited = (replace(op, after=(*op.after, name)) for op in weights)
-    return (*ring[:first], *gather, *ring[first:]), (*awaited,)
+    return (*ring[:first], *gather, *ring[first:], *awaited)
 
 
 def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operation, ...]:
