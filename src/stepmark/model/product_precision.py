@@ -34,7 +34,8 @@ class ProductPrecision:
     source; 0: the step has no casts. weight_reads: that of a weight, if it differs. cast:
     inside each product, as `op` times it. casts_weights: in each forward pass, else once per
     step, which the framework's rule adds. casts_shards: what tensor parallelism gathers is cast
-    before. attention: recipe of attention in fp8; None: it is in bf16.
+    before. casts_apart: each product casts its operands in its own layout. attention: recipe of
+    attention in fp8; None: it is in bf16.
     """
 
     dtype: DType
@@ -45,6 +46,7 @@ class ProductPrecision:
     weight_reads: int = 0
     casts_weights: bool = True
     casts_shards: bool = False
+    casts_apart: bool = False
     has_head: bool = False
     has_experts: bool = True
     attention: Recipe | None = None
@@ -71,6 +73,10 @@ class ProductPrecision:
         if gathered and self.scaling is Scaling.TENSORWISE:
             return read + written + 2 * self.dtype.num_bytes(gathered)
         return read + 2 * written
+
+    def layout_bytes(self, numel: int) -> int:
+        """Return the traffic of a tensor's cast in one layout, where each is cast apart."""
+        return self.num_reads * DType.BF16.num_bytes(numel) + self.dtype.num_bytes(numel)
 
     def weight_bytes(self, numel: int) -> int:
         """Return the bytes of a cast weight in one layout, with the factors of blocks."""
@@ -108,7 +114,11 @@ def by_recipe(
     has_experts: bool = True,
     attention: Recipe | None = None,
 ) -> ProductPrecision:
-    """Return the products of a recipe. is_hybrid: gradients in e5m2, of fp8 alone."""
+    """Return the products of a recipe. is_hybrid: gradients in e5m2, of fp8 alone.
+
+    Where weights are cast in each pass, MXFP8 is torchao's, which saves operands in bf16 and
+    casts them for each product (0.18, moe_training/mxfp8_linear.py, mx_mm).
+    """
     dtype, scaling, num_reads = _RECIPES[recipe]
     return ProductPrecision(
         dtype=dtype,
@@ -118,6 +128,7 @@ def by_recipe(
         weight_reads=2 if recipe is Recipe.NVFP4 else 0,
         casts_weights=casts_weights,
         casts_shards=casts_shards,
+        casts_apart=recipe is Recipe.MXFP8 and casts_weights,
         has_head=has_head,
         has_experts=has_experts,
         attention=attention,
