@@ -131,3 +131,11 @@ def test_types_of_results() -> None:
     op = Gemm(m=64, n=64, k=64, dtype=DType.MXFP8, out_dtype=DType.FP64)
     assert "no fp64 result" in str(backends.gemm(op, BLACKWELL))
     assert TORCH_DTYPE[Gemm(m=64, n=64, k=64, dtype=DType.MXFP8).result_dtype] is torch.bfloat16
+
+
+def test_ties_of_e2m1_go_to_the_even_number() -> None:
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
+    x = torch.tensor([[*ties, *(-tie for tie in ties)]])
+    values = decoded(to_nvfp4(x, torch.tensor(1.0)))
+    even = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
+    assert values.tolist() == [[*even, *(-value for value in even)]]
