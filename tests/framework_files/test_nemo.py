@@ -43,6 +43,10 @@ def read(content: object, folder: Path) -> Translation:
         ),
         ("bf16_with_fp8_subchannel_scaling_mixed", {"fp8_recipe": "blockwise"}),
         ("bf16_with_mxfp8_mixed", {"fp8_recipe": "mxfp8", "fp8_param_gather": "True"}),
+        (
+            {"bf16": True, "fp8": "hybrid", "fp8_dot_product_attention": True},
+            {"fp8_dot_product_attention": "True", "fp8_multi_head_attention": None},
+        ),
         ("bf16_with_nvfp4_mixed", {"fp4_recipe": "nvfp4", "fp8_format": None}),
     ],
 )

@@ -306,6 +306,7 @@ def test_what_cannot_run_has_a_reason_and_nothing_was_tried() -> None:
         IMPLS["copy"]["torch"].unsupported(Copy(num_bytes=5), HOPPER),
         IMPLS["norm"]["compile"].unsupported(Norm(tokens=1, hidden=1), NO_COMPILER),
         attention_impls["flash"].unsupported(attend(head_dim_v=24), HOPPER),
+        attention_impls["math"].unsupported(attend(dtype=DType.FP8_E4M3), HOPPER),
         attention_impls["cudnn"].unsupported(attend(window=8), HOPPER),
         attention_impls["cudnn"].unsupported(attend(dtype=DType.FP32), HOPPER),
         attention_impls["efficient"].unsupported(attend(kv_heads=2), HOPPER),

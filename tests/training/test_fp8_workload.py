@@ -1,7 +1,9 @@
 """Which products of a step are in FP8, against the layers that torchao converts."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from stepmark.cases.training import Fp8
 from stepmark.ground.dtypes import DType
 from stepmark.model.model_tables import find_model
 from stepmark.model.ops import Gemm, Phase
-from stepmark.step.layout import is_cast
-from stepmark.step.workload import ComputeOp
+from stepmark.model.product_precision import Recipe, by_recipe
+from stepmark.step.layout import Inputs, is_cast, linear_products
+from stepmark.step.workload import ComputeOp, Kernel
 from stepmark.training import precision
 from stepmark.workloads.rules.pytorch.case import of_case
 
@@ -77,6 +80,46 @@ def test_layers_in_mxfp8_are_those_of_the_step_and_round_to_four_bits() -> None:
         y.sum().backward()
         assert x.grad is not None
         assert module.weight.grad is not None
+
+
+def test_casts_to_mxfp8_are_torchaos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own tensors of a step of one layer: elements and factors, for each product."""
+    module = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+    rows, out, width = 64, 96, 160
+    written: list[int] = []
+
+    def noting(cast: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            tensor = cast(*args, **kwargs)
+            written.append(tensor.qdata.nbytes + tensor.scale.nbytes)
+            return tensor
+
+        return noted
+
+    by_rows = staticmethod(noting(module.MXTensor.to_mx))
+    monkeypatch.setattr(module.MXTensor, "to_mx", by_rows)
+    by_columns = noting(module._to_mxfp8_dim1_kernel_wrapper)
+    monkeypatch.setattr(module, "_to_mxfp8_dim1_kernel_wrapper", by_columns)
+    x, weight = (
+        torch.randn(size, width, dtype=torch.bfloat16, requires_grad=True)
+        for size in (rows, out)
+    )
+    y = module._to_mxfp8_then_scaled_mm(
+        x, weight, module.KernelPreference.EMULATED, module.ScaleCalculationMode.RCEIL
+    )
+    num_forward = len(written)
+    y.sum().backward()
+    inputs = Inputs(mbs=1, seq_len=rows, products=by_recipe(Recipe.MXFP8))
+    moved = {Phase.FWD: 0, Phase.BWD: 0}
+    for phase, op in linear_products(inputs, rows, out, width):
+        if isinstance(op, Kernel):
+            assert op.bytes_moved is not None
+            moved[Phase.FWD if phase is Phase.FWD else Phase.BWD] += op.bytes_moved
+    read = {Phase.FWD: 2 * width * (rows + out)}
+    read[Phase.BWD] = read[Phase.FWD] + 2 * 2 * rows * out
+    assert moved[Phase.FWD] == read[Phase.FWD] + sum(written[:num_forward])
+    assert moved[Phase.BWD] == read[Phase.BWD] + sum(written[num_forward:])
+    assert (num_forward, len(written)) == (2, 6)
 
 
 @pytest.mark.parametrize("name", NAMES)

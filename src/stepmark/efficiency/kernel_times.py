@@ -8,6 +8,8 @@ What has no measurement of the device follows a rule:
 - A narrow product without its casts has the law of public ones, which include the cast of x,
   without that cast. mxfp8 is like fp8 that is scaled by blocks.
 - K and V, which kernels of inference also write to a cache, do not count in attention.
+- Attention in fp8 has the law of public kernels of inference. Its backward pass takes as many
+  times its forward pass as that in bf16.
 - What memory bounds has the share of the bandwidth that it reaches on Hopper, times the ratio
   of the devices' plain elementwise kernels.
 - Products of experts are products of the rows of each expert, times the ratio that grouped
@@ -171,7 +173,9 @@ class KernelTimes:
         else:
             return self._memory_time(op, style)
         is_rule = isinstance(op, Attention) and (
-            bool(op.window or op.sinks or op.softcap) or op.head_dim_qk > _MOST_WIDTH
+            bool(op.window or op.sinks or op.softcap)
+            or op.head_dim_qk > _MOST_WIDTH
+            or op.dtype.is_narrow
         )
         basis = Basis.LIKE if is_rule else self._basis_of(op.dtype)
         return None if time_s is None else KernelTime(time_s, basis)

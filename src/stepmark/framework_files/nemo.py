@@ -14,6 +14,7 @@ from stepmark.framework_files.table import (
     Keys,
     Table,
     refused,
+    switches,
     unmodelled,
     without_effect,
 )
@@ -115,7 +116,11 @@ _PROVIDED = (
     "share_embeddings_and_output_weights",
 )
 
+# TransformerConfig has them, and no argument of Megatron-LM.
+_FP8_ATTENTION = ("fp8-dot-product-attention", "fp8-multi-head-attention")
+
 _OWN = {
+    **switches(*_FP8_ATTENTION),
     **without_effect("files, logs and data", " ".join(_WHOLE)),
     **without_effect(
         "how a job runs",

@@ -13,7 +13,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.device import DeviceSpec, load_devices
 from stepmark.model.network import Network
-from stepmark.model.ops import Attention, Bmm, Gemm, GroupedGemm
+from stepmark.model.ops import Attention, Bmm, Gemm, GroupedGemm, Phase
 from stepmark.predictions.costs import CostOf, first_of
 from stepmark.predictions.factors import Factors
 from stepmark.predictions.predict_options import show_what_if
@@ -26,6 +26,9 @@ from stepmark.workloads.file_times import FileTimes
 # Between kernels that are launched already, without a profiler: measured on an H200
 # (docs/diary). It stands in where no calibration has it.
 _GAP_S = 1.2e-6
+# Compute capability of datacenter GPUs, and the width of heads of FP8 attention on the first.
+_HOPPER, _BLACKWELL = 9, 10
+_HOPPER_WIDTH = 128
 HostOf = Callable[[Operation], float]  # seconds in which the host issues an operation
 _Product = Gemm | GroupedGemm | Bmm | Attention
 
@@ -112,6 +115,35 @@ class Inputs:
                 )
                 allowed = f"a device with a peak of {dtype} products: {names}"
                 raise ConfigError("device", device.key, allowed)
+        self._check_attention(device)
+
+    def _check_attention(self, device: DeviceSpec) -> None:
+        """Raise ConfigError for FP8 attention that no fused kernel of the device has.
+
+        TransformerEngine 2.11, common/fused_attn/fused_attn.cpp (nvte_get_fused_attn_backend)
+        and pytorch/attention/dot_product_attention/utils.py (get_attention_backend).
+        """
+        ops = [
+            op
+            for op, _ in self.products
+            if isinstance(op, Attention) and op.dtype.is_fp8 and op.phase is Phase.FWD
+        ]
+        if not ops:
+            return
+        is_tensorwise = self.workload.settings.get("fp8_recipe") == "tensorwise"
+        fits = all(
+            op.head_dim_qk == _HOPPER_WIDTH and not op.seq_q % _HOPPER_WIDTH for op in ops
+        )
+        major, _ = device.capability
+        if device.vendor != "nvidia" or major not in (_HOPPER, _BLACKWELL):
+            allowed = "one of compute capability 9 or 10 with FP8 attention"
+            raise ConfigError("device", device.key, allowed)
+        if major == _HOPPER and (is_tensorwise or not fits):
+            allowed = (
+                "one of compute capability 10 with FP8 attention by tensorwise scaling, and of"
+                f" heads or sequences that are not {_HOPPER_WIDTH} wide or a multiple of it"
+            )
+            raise ConfigError("device", device.key, allowed)
 
     @property
     def tokens(self) -> int | None:

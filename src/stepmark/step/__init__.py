@@ -1,7 +1,8 @@
 """The workload of a training step: a tree of modules, and a program per stage.
 
 - module.py, layout.py, tree.py: a module on one rank; its sharding; the tree of a model.
-- attention_core.py, grouped_linear.py: the tree's attention kernel, and products of experts.
+- attention_core.py, fp8_attention.py: the tree's attention kernel, and that with casts to FP8.
+- grouped_linear.py: products of experts.
 - scan_modules.py: modules of mixers that carry a state.
 - kernel_choice.py: kernels where frameworks differ. lora.py: adapters beside frozen weights.
 - host_memory.py: copies between a device and its host, and an optimizer on the host.

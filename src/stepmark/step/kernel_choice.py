@@ -142,6 +142,18 @@ def stored_scores(
     yield replace(context, keeps=SavedTensors(divided=scores * is_other + copies))
 
 
+def with_copies(core: Module, op: Attention, choice: KernelChoice, cp: int) -> Module:
+    """Return fused attention with the copies of its tensors that a framework makes.
+
+    Context parallelism exchanges keys and values in the layout that they have.
+    """
+    if choice.batch_first and cp == 1:
+        core = with_transposes(core, op)
+    if choice.unpads:
+        core = without_padding(core, op)
+    return with_joined_gradients(core, op) if choice.joins_qkv else core
+
+
 def with_transposes(core: Module, op: Attention) -> Module:
     """Return fused attention that copies its inputs and its output to another layout."""
     inputs, output = _attention_bytes(op)
@@ -169,11 +181,17 @@ def with_joined_gradients(core: Module, op: Attention) -> Module:
     return replace(core, work=(*core.work, joined))
 
 
-def _attention_bytes(op: Attention) -> tuple[int, int]:
-    """Return the bytes of attention's inputs and of its output."""
-    rows = op.batch * op.seq_q * op.dtype.itemsize
+def attention_numels(op: Attention) -> tuple[int, int]:
+    """Return the elements of attention's inputs and of its output; keys as many as queries."""
+    rows = op.batch * op.seq_q
     inputs = rows * (op.heads * op.head_dim_qk + op.kv_heads * (op.head_dim_qk + op.head_dim_v))
     return inputs, rows * op.heads * op.head_dim_v
+
+
+def _attention_bytes(op: Attention) -> tuple[int, int]:
+    """Return the bytes of attention's inputs and of its output."""
+    inputs, output = attention_numels(op)
+    return inputs * op.dtype.itemsize, output * op.dtype.itemsize
 
 
 def _with_copies(

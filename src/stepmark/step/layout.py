@@ -228,12 +228,17 @@ def _casts(
     dy_rows: int | None = None,
     num_weights: int = 1,
 ) -> dict[Phase, int]:
-    """Return the bytes that casts move in a pass, whose first product they precede."""
+    """Return the bytes that casts before a pass's product move, by the pass."""
+    if narrow.casts_apart:
+        x, dy, weights = map(
+            narrow.layout_bytes, (rows * width, rows * out, num_weights * out * width)
+        )
+        return {Phase.FWD: x + weights, Phase.DGRAD: dy + weights, Phase.WGRAD: dy + x}
     x = narrow.cast_bytes((x_rows or rows) * width, rows * width if x_rows else 0)
     dy = narrow.cast_bytes((dy_rows or rows) * out, rows * out if dy_rows else 0)
     weights = 0
     if narrow.casts_weights:
-        weights = narrow.cast_bytes(num_weights * out * width)
+        weights = narrow.cast_bytes(num_weights * out * width, is_weight=True)
     return {Phase.FWD: x + weights, Phase.DGRAD: dy}
 
 

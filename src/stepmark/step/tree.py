@@ -25,6 +25,7 @@ from stepmark.model.ops import (
 )
 from stepmark.model.parallel import ParallelConfig, stage_layers
 from stepmark.step.attention_core import attention_core, head_norm_params, index_scores
+from stepmark.step.fp8_attention import in_fp8
 from stepmark.step.grouped_linear import grouped_linear
 from stepmark.step.kernel_choice import (
     KernelChoice,
@@ -33,10 +34,8 @@ from stepmark.step.kernel_choice import (
     loss_module,
     memory_kernel,
     stored_scores,
+    with_copies,
     with_dropout,
-    with_joined_gradients,
-    with_transposes,
-    without_padding,
 )
 from stepmark.step.layout import (
     Inputs,
@@ -487,19 +486,14 @@ class TreeBuilder:
             divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads
         )
         fused = replace(between("attention.core", *both(core)), keeps=keeps)
+        if inputs.products is not None and inputs.products.attention is not None:
+            fused = in_fp8(fused, core, inputs.products)
         fused = self._with_sinks(fused)
         if not layer.has_kv:  # gradients of keys and values are added to the earlier layer's
             width = kv_heads * (model.d_qk + model.d_v)
             added = self._sum("attention.core", self.tokens, width).bwd
             fused = replace(fused, work=(*fused.work, *added))
-        # Context parallelism exchanges keys and values in the layout that they have.
-        if self.kernels.batch_first and cp == 1:
-            fused = with_transposes(fused, core)
-        if self.kernels.unpads:
-            fused = without_padding(fused, core)
-        if self.kernels.joins_qkv:
-            fused = with_joined_gradients(fused, core)
-        yield fused
+        yield with_copies(fused, core, self.kernels, cp)
 
     def _with_sinks(self, module: Module) -> Module:
         """Return a module with the logit of each head that the softmax adds."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stepmark.ground.dtypes import DType
+from stepmark.step.fp8_attention import saved_bytes
 from stepmark.step.module import Module
 from stepmark.step_memory.rank_memory import (
     ChunkMemory,
@@ -156,8 +157,8 @@ def _narrow_copies(plan: Plan, params: Iterable[gradients.Param]) -> int:
     count = sum(param.count for param in params if param.is_narrow)
     if products is None or not count:
         return 0
-    copies = 2 * products.gathered_bytes(count)
-    return copies - (plan.job.dtype.itemsize * count if narrow.gathers_fp8(plan) else 0)
+    copies = 2 * products.weight_bytes(count)
+    return copies - (plan.job.dtype.itemsize * count if plan.settings.fp8_param_gather else 0)
 
 
 @dataclass(frozen=True)
@@ -335,11 +336,17 @@ def _saved_bytes(plan: Plan, leaf: Module) -> int:
     statistics = int(_FP32 * keeps.statistics * (plan.own_tokens if is_own else part))
     statistics += keeps.masks * plan.own_tokens + int(keeps.divided_masks * part)
     numel = int(keeps.whole * plan.own_tokens + divided * rows)
+    products = plan.job.products
+    if leaf.role == "attention.core" and products is not None and products.attention:
+        output = int(model.num_heads * model.d_v * part)
+        return saved_bytes(numel, output, products.attention) + statistics
     if not (leaf.is_linear or (param is not None and param.is_expert)):
         return itemsize * numel + statistics
-    output = itemsize * numel if leaf.role == "attention.out" else 0
+    # Attention in bf16 keeps its output itself, as well as the product its cast.
+    is_shared = leaf.role == "attention.out" and not (products and products.attention)
+    output = itemsize * numel if is_shared else 0
     if not (leaf.inside or any(each.is_trained for each in leaf.params)):
         return output
-    if plan.job.products is not None and narrow.is_narrow(leaf):
-        return output + plan.job.products.gathered_bytes(numel)
+    if products is not None and narrow.is_narrow(leaf):
+        return output + products.gathered_bytes(numel)
     return itemsize * numel

@@ -6,6 +6,8 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops.fields import MULTIPLIED, Operator, Phase, choice, count, validate
 
+_DTYPES = (*MULTIPLIED, DType.FP8_E4M3, DType.FP8_E5M2)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Operator):
@@ -19,6 +21,8 @@ class Attention(Operator):
     gpt-oss). `softcap` c > 0: scores become c tanh(scores / c) before the mask (Gemma 2,
     arXiv:2408.00118). Neither counts as FLOPs or bytes: they are no products, and a logit per
     head. Bytes and memory are of a fused kernel; the math backend adds its score matrix.
+    fp8: of q, k, v and, backward, o and do, whose type names the pass (e5m2: do in e5m2, the
+    others in e4m3); results count as bf16, as those of narrow products.
     """
 
     batch: int = count("sequences")
@@ -41,7 +45,7 @@ class Attention(Operator):
         default=0.0,
         formerly=0.0,
     )
-    dtype: DType = choice("element type", default=DType.BF16, allowed=MULTIPLIED)
+    dtype: DType = choice("element type", default=DType.BF16, allowed=_DTYPES)
     phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd", "bwd"))
 
     def __post_init__(self) -> None:
@@ -112,7 +116,13 @@ class Attention(Operator):
         q_and_out = self.seq_q * self.heads * (self.head_dim_qk + self.head_dim_v)
         k_and_v = self.seq_kv * self.kv_heads * (self.head_dim_qk + self.head_dim_v)
         passes = 1 if self.phase is Phase.FWD else 2
-        return passes * self.batch * (q_and_out + k_and_v) * self.dtype.itemsize
+        num_bytes = passes * self.batch * (q_and_out + k_and_v) * self.dtype.itemsize
+        if not self.dtype.is_fp8:
+            return num_bytes
+        out = self.seq_q * self.heads * self.head_dim_v
+        results = out if self.phase is Phase.FWD else q_and_out - out + k_and_v
+        wider = DType.BF16.itemsize - self.dtype.itemsize
+        return num_bytes + self.batch * results * wider
 
 
 def masked_pairs(seq: int, window: int = 0, chunk: int = 0) -> int:

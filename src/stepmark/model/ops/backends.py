@@ -13,6 +13,7 @@ from stepmark.model.ops import (
     FAMILIES,
     Attention,
     Bmm,
+    Cast,
     Copy,
     Gemm,
     GroupedGemm,
@@ -68,10 +69,9 @@ def unsupported(family: str, backend: str, op: Any, capabilities: Capabilities) 
 
 
 def gemm(op: Gemm, capabilities: Capabilities) -> str | None:
-    if op.dtype.is_block_format or op.scaling is Scaling.BLOCKWISE:
-        return _not_measured(op.dtype if op.dtype.is_block_format else "blockwise fp8")
-    if op.dtype.is_fp8:
-        return _fp8(op, capabilities)
+    if op.dtype.is_narrow:
+        of_type = _block_format if op.dtype.is_block_format else _fp8
+        return of_type(op, capabilities)
     if (reason := tf32(op, capabilities)) is not None:
         return reason
     if _stored(op.result_dtype) != _stored(op.dtype):
@@ -83,7 +83,7 @@ def gemm(op: Gemm, capabilities: Capabilities) -> str | None:
 
 
 def _not_measured(what: str) -> str:
-    return f"{what} products are predicted and not measured: no backend here runs them"
+    return f"{what} are predicted and not measured: no backend here runs them"
 
 
 def _stored(dtype: DType) -> DType:
@@ -99,16 +99,41 @@ def tf32(op: Gemm | Bmm | Mlp, capabilities: Capabilities) -> str | None:
 
 
 def _fp8(op: Gemm, capabilities: Capabilities) -> str | None:
+    if op.scaling is Scaling.BLOCKWISE:
+        return _not_measured("blockwise fp8 products")
+    return _no_fp8_here(capabilities) or _no_fp8_result(op)
+
+
+def _no_fp8_here(capabilities: Capabilities) -> str | None:
     if capabilities.device_type == "cpu":
         return "fp8 products need a GPU"
     if not capabilities.is_rocm and capabilities.capability < (8, 9):
         return "fp8 products need compute capability 8.9 or later"
     if capabilities.is_rocm and capabilities.capability < (9, 5):
         return "float8_e4m3fn needs CDNA4 (gfx950); CDNA3 has the fnuz formats only"
+    return None
+
+
+def _no_fp8_result(op: Gemm) -> str | None:
     if op.result_dtype not in (DType.BF16, DType.FP16, DType.FP32):
         return f"torch._scaled_mm has no {op.result_dtype} result"
     if op.scaling is Scaling.ROWWISE and op.result_dtype is not DType.BF16:
         return "row-wise scaled products have bf16 results only"
+    return None
+
+
+def _block_format(op: Gemm, capabilities: Capabilities) -> str | None:
+    """Check cuBLAS's products in blocks, of which torch.nn.functional.scaled_mm has two."""
+    if capabilities.is_rocm:
+        return f"{op.dtype} products are measured on NVIDIA's GPUs only"
+    if capabilities.capability < (10, 0):
+        return f"{op.dtype} products need a GPU of compute capability 10.0 or later (Blackwell)"
+    if op.cast is not Cast.NONE:
+        return f"casts to {op.dtype} are predicted and not measured: give --cast none"
+    if op.k % 32:  # rows of whole 16 bytes, of two numbers each in nvfp4
+        return f"{op.dtype} products need a k that is a multiple of 32, not {op.k}"
+    if op.result_dtype not in (DType.BF16, DType.FP16, DType.FP32):
+        return f"torch's scaled_mm has no {op.result_dtype} result"
     return None
 
 
@@ -128,7 +153,7 @@ def grouped_gemm(op: GroupedGemm, capabilities: Capabilities) -> str | None:
 
 
 def grouped_loop(op: GroupedGemm, capabilities: Capabilities) -> str | None:
-    return _not_measured(f"grouped {op.dtype}") if op.dtype.is_narrow else None
+    return _not_measured(f"grouped {op.dtype} products") if op.dtype.is_narrow else None
 
 
 def optimizer(op: Optimizer, capabilities: Capabilities) -> str | None:
@@ -163,6 +188,8 @@ def attention(name: str, op: Attention, capabilities: Capabilities) -> str | Non
 
 def _no_attention_type(name: str, op: Attention, capabilities: Capabilities) -> str | None:
     on_cpu = capabilities.device_type == "cpu"
+    if op.dtype.is_fp8:
+        return _not_measured("kernels of fp8 attention")
     if op.dtype is DType.TF32 and (name != "math" or on_cpu):
         return "tf32 attention: the math backend on a GPU only"
     if name in ("math", "flex") or on_cpu or op.dtype in (DType.BF16, DType.FP16):

@@ -52,6 +52,23 @@ class Cast(StrEnum):
 
 
 BLOCK = 128  # of blockwise scale factors
+
+
+def scaled_bytes(dtype: DType, scaling: Scaling, rows: int, width: int) -> int:
+    """Return the bytes of activations [rows, width] in one layout, with their scale factors.
+
+    That is what a message sends of them, whatever the padding of the factors in memory.
+    dtype: any, narrow or not; scaling: of fp8. Factors are fp32 per row, or per 128 elements of
+    one (DeepEP sends these, csrc/kernels/internode_ll.cu, num_scales); of block formats those
+    of DType.num_bytes. The one factor of a tensor is not counted.
+    """
+    num_bytes = dtype.num_bytes(rows * width) - dtype.num_bytes(0)
+    if not dtype.is_fp8:
+        return num_bytes
+    of_row = {Scaling.ROWWISE: 1, Scaling.BLOCKWISE: -(-width // BLOCK)}.get(scaling, 0)
+    return num_bytes + rows * of_row * DType.FP32.itemsize
+
+
 # Element types of experts' products.
 GROUPED = (*STORED[:3], DType.FP8_E4M3, DType.FP8_E5M2, DType.MXFP8, DType.NVFP4)
 

@@ -31,6 +31,7 @@ from stepmark.measuring.verify import (
 )
 from stepmark.model.ops import Bmm, Cast, Gemm, GroupedGemm, Layout, Phase, Scaling, backends
 from stepmark.model.ops.backends import Capabilities
+from stepmark.operators.bench.block_formats import make_block_format
 from stepmark.operators.bench.call import Call, Impl, normal, set_matmul_precision
 
 
@@ -46,6 +47,8 @@ def operands(
 
 
 def make_gemm(op: Gemm, device: torch.device) -> Call:
+    if op.dtype.is_block_format:
+        return make_block_format(op, device)
     if op.dtype.is_fp8:
         return _make_fp8(op, device)
     set_matmul_precision(op.dtype)

@@ -90,15 +90,19 @@ def test_what_is_cast_before_it_is_gathered_has_the_bytes_of_its_format(
         if a.module in ("head", "embedding"):
             assert a == b
         else:
-            factors = 4 if settings is NVFP4 else 0  # of each rank's tensor
+            # Of blocks the gradient's columns are no transpose of its rows: both are sent.
+            layouts = 2 if bits != 8 and a.phase is Phase.DGRAD else 1
             assert b.dtype is DType.UINT8
-            assert b.count == a.count * bits / 8 + factors
+            assert b.count == layouts * a.count * bits / 8
             narrow += 1
     assert narrow == 6 * model.num_layers  # two gathers of two inputs, one of two gradients
 
 
 def test_delayed_scaling_reduces_maxima_once_per_pass_of_a_chunk() -> None:
-    """TransformerEngine, reduce_and_update_fp8_tensors: 3 tensors of a product, and 2."""
+    """TransformerEngine, reduce_and_update_fp8_tensors: 3 tensors of a product, and 2.
+
+    Attention counts as three products, whether it is in FP8 or not.
+    """
     mesh = {"tp": 2, "pp": 2, "dp_shard": 2}
     low = step(mesh=mesh, **FP8, microbatches=4)
     for stage in range(2):
@@ -106,7 +110,7 @@ def test_delayed_scaling_reduces_maxima_once_per_pass_of_a_chunk() -> None:
         assert {(op.group, op.redop, op.dtype) for op in reduced} == {
             ("tp_dp_cp", RedOp.MAX, DType.FP32)
         }
-        products = 4 * DENSE.num_layers // 2
+        products = (4 + 3) * DENSE.num_layers // 2
         assert Counter((op.phase, op.count) for op in reduced) == {
             (Phase.FWD, 3 * products): 4,
             (Phase.BWD, 2 * products): 4,
@@ -124,7 +128,8 @@ def test_each_expert_has_its_own_maxima() -> None:
     }
     dense, moe = 3, 5
     experts = 2 * 8 // 2  # gate with up and down of half of the experts
-    assert count == 3 * (dense * 4 + moe * (2 + experts))
+    attention = 3
+    assert count == 3 * (dense * (4 + attention) + moe * (2 + attention + experts))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -148,12 +153,17 @@ def test_parameters_gathered_in_fp8_have_half_the_bytes(overlap: bool) -> None:
     # The shards are cast by the maxima of whole weights: four of each layer.
     (amax,) = messages(low, module="amax", phase=Phase.OPTIM)
     assert (amax.count, amax.redop) == (4 * DENSE.num_layers, RedOp.MAX)
-    # MXFP8 parameters are gathered in bf16 (param_and_grad_buffer.py, shared_buffer).
-    mx = [
-        step(mesh=mesh, **FP8, fp8_recipe=Fp8Recipe.MXFP8, **more, fp8_param_gather=gathers)
-        for gathers in (False, True)
-    ]
-    assert messages(mx[0]) == messages(mx[1])
+    # MXFP8 parameters are gathered in bf16 (param_and_grad_buffer.py, shared_buffer), from
+    # buffers of their own, too.
+    mx = step(mesh=mesh, **FP8, fp8_recipe=Fp8Recipe.MXFP8, **more, fp8_param_gather=True)
+    for collective in ("all_gather", "reduce_scatter"):
+        of_mx, of_low = (
+            messages(each, group="intra_dp_cp", collective=collective) for each in (mx, low)
+        )
+        assert [op.count for op in of_mx] == [op.count for op in of_low]
+        assert DType.UINT8 not in {op.dtype for op in of_mx}
+    own = messages(plain, group="intra_dp_cp", collective="all_gather")
+    assert len(of_mx) >= len(own) + 1
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -214,3 +224,71 @@ def test_narrow_products_need_bf16() -> None:
     job = replace(make(), dtype=DType.FP16)
     with pytest.raises(ConfigError, match="dtype fp16 is invalid: it must be bf16"):
         workload(job, Megatron(**FP8))
+
+
+SEQUENCE: dict[str, Any] = {"sequence_parallel": True, "microbatches": 1}
+WIDE = replace(DENSE, head_dim=16, ffn_hidden_size=128)  # rows that MXFP8 takes
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        (FP8 | {"fp8_recipe": Fp8Recipe.TENSORWISE}, 1),
+        (NVFP4, 2),
+        (FP8 | {"fp8_recipe": Fp8Recipe.BLOCKWISE}, 0),
+        (FP8 | {"fp8_recipe": Fp8Recipe.MXFP8}, 0),
+        (FP8, 0),
+    ],
+)
+def test_maxima_of_shards_are_reduced_before_a_gather(
+    settings: dict[str, Any], count: int
+) -> None:
+    """with_amax_reduction of TransformerEngine's quantizers: one number, NVFP4 one a layout."""
+    low = step(WIDE, {"tp": 2}, **settings, **SEQUENCE)
+    reduced = messages(low, redop=RedOp.MAX, group="tp", dtype=DType.FP32)
+    reduced = [op for op in reduced if op.module not in ("loss", "amax")]
+    # Inputs of qkv and of gate with up, and gradients of out and of down.
+    roles = {"attention.qkv", "mlp.gate_up"} if count else set()
+    assert {op.module for op in reduced if op.phase is Phase.FWD} == roles
+    roles = {"attention.out", "mlp.down"} if count else set()
+    assert {op.module for op in reduced if op.phase is Phase.DGRAD} == roles
+    assert len(reduced) == (4 * WIDE.num_layers if count else 0)
+    assert {op.count for op in reduced} <= {count}
+    alone = step(WIDE, {"tp": 2}, **settings, microbatches=1)
+    assert not [op for op in messages(alone, redop=RedOp.MAX) if op.module in roles]
+
+
+def test_userbuffers_gather_the_columns_of_mxfp8_by_themselves() -> None:
+    mxfp8 = FP8 | {"fp8_recipe": Fp8Recipe.MXFP8}
+    plain = step(WIDE, {"tp": 2}, **mxfp8, **SEQUENCE)
+    overlap = {"tp_comm_overlap": True, "tp_comm_overlap_rs": False}
+    low = step(WIDE, {"tp": 2}, **mxfp8, **SEQUENCE, **overlap)
+    for module in ("attention.out", "mlp.down"):
+        (whole,) = {op.count for op in messages(plain, module=module, collective="all_gather")}
+        rings = messages(low, module=module, collective="send", phase=Phase.DGRAD)
+        gathers = messages(low, module=module, collective="all_gather")
+        assert len(rings) == len(gathers) == WIDE.num_layers
+        # Both send a rank's rows, each in one of the two layouts.
+        assert {op.count for op in rings} == {op.count for op in gathers} == {whole // 2}
+        (last,) = {
+            op.after
+            for op in low.expand()
+            if op.module == module and op.phase is Phase.WGRAD and isinstance(op, ComputeOp)
+        }
+        assert f"{module}.columns" in last
+
+
+@pytest.mark.parametrize("settings", [NVFP4, FP8 | {"fp8_recipe": Fp8Recipe.BLOCKWISE}])
+def test_userbuffers_lack_other_scales(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"tp_comm_overlap.*NVFP4 or blockwise"):
+        step(WIDE, {"tp": 2}, **settings, **SEQUENCE, tp_comm_overlap=True)
+
+
+def test_buffers_are_in_the_order_in_which_types_are_registered() -> None:
+    """The embedding is in bf16, a layer's first parameter in FP8."""
+    low = step(mesh={"pp": 2, "dp_shard": 2}, **FP8, **SHARDED, fp8_param_gather=True)
+    types = [
+        [op.dtype for op in messages(low, stage, collective="all_gather", group="intra_dp_cp")]
+        for stage in range(2)
+    ]
+    assert types == [[DType.BF16, DType.UINT8], [DType.UINT8, DType.BF16]]

@@ -222,6 +222,8 @@ def test_all_ways_to_train_are_there() -> None:
         # TransformerEngine multiplies narrow types on GPUs.
         "fp8_format",
         "fp8_recipe",
+        "fp8_dot_product_attention",
+        "fp8_multi_head_attention",
         "fp8_param_gather",
         "fp4_format",
         "fp4_recipe",

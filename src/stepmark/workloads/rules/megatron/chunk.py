@@ -42,7 +42,7 @@ from stepmark.workloads.rules.megatron.layer import (
 )
 from stepmark.workloads.rules.megatron.layer import data as data_of
 from stepmark.workloads.rules.megatron.lora import adapted
-from stepmark.workloads.rules.megatron.narrow import Fp4Format
+from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp8Recipe
 from stepmark.workloads.rules.megatron.plan import Plan
 from stepmark.workloads.rules.megatron.settings import Granularity
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
@@ -95,7 +95,7 @@ class Library:
     blocks: dict[str, Block]
     operations: dict[str, tuple[Operation, ...]] = field(default_factory=dict)
     of_layer: dict[str, tuple[Param, ...]] = field(default_factory=dict)  # by kind
-    num_products: dict[str, int] = field(default_factory=dict)  # narrow ones, by kind
+    num_scaled: dict[str, int] = field(default_factory=dict)  # narrow.num_scaled, by kind
     _changed: dict[tuple[str, tuple[tuple[int, Change], ...], tuple[str, ...]], str] = field(
         default_factory=dict
     )
@@ -111,7 +111,7 @@ class Library:
             name = kind.name
             self.of_layer[name] = params_of(plan, kind)
             block = own.tree.block(kind.layer)
-            self.num_products[name] = narrow.num_products(block.walk())
+            self.num_scaled[name] = narrow.num_scaled(own, block.walk())
             # The next token's embedding is looked up outside of the checkpoint.
             before = embedding(plan) if kind.is_mtp else ()
             self.add(f"{name}.forward", forward((*before, *steps)))
@@ -293,8 +293,7 @@ def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
         Segment(block=f"{kinds[unit].name}.forward", layer=unit, places=places_of(chunk, place))
         for place, unit in enumerate(chunk.units)
     ]
-    segments += layers[: chunk.num_layers]
-    segments += _amax(library, chunk, Phase.FWD)
+    segments += _with_amax(library, chunk, layers[: chunk.num_layers], Phase.FWD)
     if _has_norm_apart(plan, chunk):
         segments.append(Segment(block="norm.forward", places=(NORM,)))
     segments += layers[chunk.num_layers :]
@@ -318,22 +317,37 @@ def backward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     segments: list[Segment] = []
     if chunk.has_head:
         segments.append(Segment(block="head.backward", places=(HEAD,)))
-    segments += reversed(_checkpoints(library, chunk))
-    segments += _amax(library, chunk, Phase.BWD)
+    checkpoints = [*reversed(_checkpoints(library, chunk))]
+    segments += _with_amax(library, chunk, checkpoints, Phase.BWD)
     if chunk.has_embedding:
         segments.append(Segment(block="embedding.backward", places=(EMBEDDING,)))
     return segments
 
 
-def _amax(library: Library, chunk: Chunk, phase: Phase) -> list[Segment]:
-    """Return the reduction of delayed scaling; the rank's chunks count as equally long."""
+def _with_amax(
+    library: Library, chunk: Chunk, layers: Sequence[Segment], phase: Phase
+) -> Iterator[Segment]:
+    """Yield a pass's layers and the reductions of largest magnitudes behind them.
+
+    There is one for the chunk, or with tensorwise scaling one behind each layer that has its
+    region of FP8. The rank's chunks count as equally long.
+    """
     plan = library.plan
     kinds = kinds_of(plan)
-    of_chunk = sum(library.num_products[kinds[layer].name] for layer in chunk.layers)
-    count = of_chunk * plan.settings.virtual_pipeline_model_parallel_size
-    if not (reduced := narrow.amax(plan, count, phase)):
-        return []
-    return [Segment(block=library.add(f"amax.{phase}.{count}", reduced))]
+    of_layer = {layer: library.num_scaled[kinds[layer].name] for layer in chunk.layers}
+    count = sum(of_layer.values()) * plan.settings.virtual_pipeline_model_parallel_size
+    reduced = narrow.amax(plan, count, phase)
+    if not reduced:
+        yield from layers
+        return
+    block = library.add(f"amax.{phase}.{count}", reduced)
+    is_by_layer = plan.settings.fp8_recipe is not Fp8Recipe.DELAYED
+    for segment in layers:
+        yield segment
+        if is_by_layer and of_layer.get(segment.layer):
+            yield Segment(block=block)
+    if not is_by_layer:
+        yield Segment(block=block)
 
 
 def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:

@@ -210,16 +210,22 @@ def buckets(
     split: several buckets, as on the first stage's first chunk if reductions overlap.
     together: in one call, as on a stage's later chunks (partition_buckets).
     """
-    # Parameters that are gathered in FP8 have buffers of their own, with their gradients.
-    types = (True, False) if narrow.gathers_fp8(plan) else (False,)
+    # Narrow parameters have buffers of their own, with their gradients. The first buffer is of
+    # the type that is registered first: a layer's first parameter is narrow, the embedding is
+    # not (distributed_data_parallel.py, _allocate_buffers_for_parameters).
+    is_apart = plan.settings.fp8_param_gather
+    types = (True, False) if is_apart else (False,)
+    if is_apart and any(param.place == EMBEDDING for param in params):
+        types = (False, True)
     result = list[Bucket]()
-    for expert, is_fp8 in product((False, True), types):
+    for expert, is_narrow in product((False, True), types):
         own = [
             param
             for param in params
-            if param.expert is expert and (len(types) == 1 or param.is_narrow is is_fp8)
+            if param.expert is expert and (not is_apart or param.is_narrow is is_narrow)
         ]
         cut = _cut(plan, own, split, expert)
+        is_fp8 = is_narrow and narrow.gathers_fp8(plan)
         result += [
             replace(bucket, is_fp8=is_fp8) for bucket in (_as_one(cut) if together else cut)
         ]

@@ -111,6 +111,7 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
     )
     if userbuffers.gathers_by_ring(plan, leaf, is_column=True):
         forward = userbuffers.ring_gather(plan, leaf, leaf.fwd, sent, Phase.FWD)
+    forward = (*narrow.cast_amax(plan, leaf, Phase.FWD), *forward)
     again: tuple[CommOp, ...] = ()
     if weight_grads:
         again = send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather, **sent)
@@ -138,7 +139,9 @@ def row(plan: Plan, leaf: Module, width: int) -> Step:
         weights = [op for op in leaf.bwd if op not in inputs]
         sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"))
         ring = userbuffers.ring_gather(plan, leaf, inputs, sent, Phase.DGRAD)
-        step = replace(step, bwd=(*ring, *weights))
+        amax = narrow.cast_amax(plan, leaf, Phase.DGRAD)
+        backward = userbuffers.with_columns(plan, leaf, ring, weights, sent)
+        step = replace(step, bwd=(*amax, *backward))
     return step
 
 
@@ -152,10 +155,11 @@ def _summed(
     sums = send(kind, phase=Phase.FWD, layer=layer)
     gathers: tuple[CommOp, ...] = ()
     if plan.sequence_parallel:
-        sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"))
+        sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"), num_layouts=2)
         gathers = send(Collective.ALL_GATHER, phase=Phase.DGRAD, layer=layer, **sent)
     casts = tuple(op for op in leaf.bwd if is_cast(op))
-    bwd: tuple[Operation, ...] = (*casts, *gathers, *leaf.bwd[len(casts) :])
+    amax = narrow.cast_amax(plan, leaf, Phase.DGRAD)
+    bwd: tuple[Operation, ...] = (*amax, *casts, *gathers, *leaf.bwd[len(casts) :])
     return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=bwd)
 
 

@@ -85,7 +85,18 @@ def products_of(settings: "Megatron") -> ProductPrecision | None:
         is_hybrid=settings.fp8_format is Fp8Format.HYBRID,
         casts_weights=False,
         casts_shards=True,
+        attention=recipe if has_fp8_attention(settings) else None,
     )
+
+
+def has_fp8_attention(settings: "Megatron") -> bool:
+    """Return whether attention is in FP8.
+
+    fp8_multi_head_attention makes TransformerEngine's attention do so, too
+    (dot_product_attention.py, forward). Only its MultiheadAttention also lets linear layers
+    write FP8, and megatron-core has its own.
+    """
+    return settings.fp8_dot_product_attention or settings.fp8_multi_head_attention
 
 
 def check(settings: "Megatron") -> None:
@@ -97,6 +108,7 @@ def check(settings: "Megatron") -> None:
     has_fp8 = settings.fp8_format is not Fp8Format.NONE
     has_fp4 = settings.fp4_format is not Fp4Format.NONE
     is_delayed = has_fp8 and settings.fp8_recipe is Fp8Recipe.DELAYED
+    is_per_tensor = is_delayed or (has_fp8 and settings.fp8_recipe is Fp8Recipe.TENSORWISE)
     ends = settings.first_last_layers_bf16
     rerun = [word for word in ("moe_act", "layernorm") if word in settings.modules]
     refuse_first(
@@ -112,6 +124,20 @@ def check(settings: "Megatron") -> None:
             "fp8_param_gather",
             True,
             "only with use_distributed_optimizer",
+        ),
+        # get_fp8_recipe of fp8_utils.py hands them to these recipes only.
+        (
+            settings.fp8_dot_product_attention and not is_per_tensor,
+            "fp8_dot_product_attention",
+            True,
+            "only with fp8_format and fp8_recipe delayed or tensorwise",
+        ),
+        (
+            settings.fp8_multi_head_attention and not is_delayed,
+            "fp8_multi_head_attention",
+            True,
+            "only with fp8_format and fp8_recipe delayed; tensorwise has"
+            " fp8_dot_product_attention",
         ),
         (
             ends and not (has_fp8 or has_fp4),
@@ -158,39 +184,95 @@ def is_narrow(leaf: Module) -> bool:
 
 
 def gathered(
-    products: ProductPrecision | None, leaf: Module, elements: int, ranks: int
+    products: ProductPrecision | None,
+    leaf: Module,
+    elements: int,
+    ranks: int,
+    *,
+    num_layouts: int = 1,
 ) -> dict[str, Any]:
     """Return the size and type of a gather over tp of a module's input or output gradient.
 
     What is cast before is sent as bytes (pytorch/distributed.py, gather_along_first_dim).
+    num_layouts: that the next products read. Where factors are per tensor one is sent, of which
+    the other is the transpose.
     """
     if products is None or not is_narrow(leaf):
         return {"elements": elements}
-    num_bytes = ranks * products.gathered_bytes(elements // ranks)
+    if products.scaling is Scaling.TENSORWISE:
+        num_layouts = 1
+    num_bytes = num_layouts * ranks * products.gathered_bytes(elements // ranks)
     return {"elements": num_bytes, "dtype": DType.UINT8}
 
 
-def num_products(leaves: Iterable[Module]) -> int:
-    """Return the narrow products of a forward pass; each expert has its own."""
-    return sum(
-        op.op.num_groups if isinstance(op.op, GroupedGemm) else 1
-        for leaf in leaves
-        if is_narrow(leaf)
-        for op in leaf.fwd
-        if not is_cast(op)
+def cast_amax(plan: "Plan", leaf: Module, phase: Phase) -> tuple[CommOp, ...]:
+    """Return the maximum over tp of a tensor's magnitudes, before its shards are cast.
+
+    Tensorwise scaling has one number, NVFP4 one per layout, as that along columns is of what
+    the Hadamard transform returns (pytorch/module/linear.py,
+    _customize_quantizers_float8_current_scaling and _customize_quantizers_nvfp4;
+    pytorch/csrc/quantizer.cpp, quantize_impl). MXFP8 and blocks have no number of the tensor.
+    """
+    products = plan.job.products
+    if products is None or not is_narrow(leaf) or not plan.sequence_parallel:
+        return ()
+    count = 1
+    if products.dtype is DType.NVFP4:
+        is_trained = any(param.is_trained for param in leaf.params)
+        count = 2 if is_trained or phase is not Phase.FWD else 1
+    elif plan.settings.fp8_recipe is not Fp8Recipe.TENSORWISE:
+        return ()
+    return plan.inside(
+        Collective.ALL_REDUCE,
+        count,
+        "tp",
+        phase,
+        leaf.role,
+        DType.FP32,
+        redop=RedOp.MAX,
     )
+
+
+def num_scaled(plan: "Plan", leaves: Iterable[Module]) -> int:
+    """Return the products of a layer whose tensors have factors of earlier steps.
+
+    With delayed scaling these are the products of linear layers, and each expert's own.
+    TransformerEngine's attention has as many numbers as three of them, in bf16, too: its
+    prepare_forward registers them whether they are used or not (dot_product_attention.py,
+    forward, num_gemms=3). With tensorwise scaling attention in FP8 has those of one product,
+    for its probabilities and their gradients (set_meta_tensor).
+    """
+    products = plan.job.products
+    if products is None or products.dtype.is_block_format:
+        return 0
+    is_delayed = plan.settings.fp8_recipe is Fp8Recipe.DELAYED
+    of_attention = 3 if is_delayed else int(products.attention is not None)
+    count = 0
+    for leaf in leaves:
+        if leaf.role in _ATTENTION:
+            count += of_attention
+        elif is_delayed and is_narrow(leaf):
+            count += sum(
+                op.op.num_groups if isinstance(op.op, GroupedGemm) else 1
+                for op in leaf.fwd
+                if not is_cast(op)
+            )
+    return count
+
+
+# The first module of attention, fused or with stored scores.
+_ATTENTION = ("attention.core", "attention.scores")
 
 
 def amax(plan: "Plan", count: int, phase: Phase) -> tuple[CommOp, ...]:
     """Return the maximum over ranks of the magnitudes that delayed scaling has seen.
 
     count: of the products of a rank, each with 3 tensors forward and 2 backward
-    (TransformerEngine, pytorch/module/base.py, set_meta_tensor). All are reduced in fp32 at the
-    end of a chunk's forward pass, and again at the end of its backward pass.
+    (TransformerEngine, pytorch/module/base.py, set_meta_tensor). All are reduced in fp32 where
+    a region of FP8 ends forward, and where the first of its linear layers ends backward: with
+    delayed scaling a region is a chunk, with tensorwise scaling a layer.
     """
-    if plan.settings.fp8_recipe is not Fp8Recipe.DELAYED or plan.job.products is None:
-        return ()
-    if not count or plan.job.products.dtype.is_block_format:
+    if not count:
         return ()
     return plan.comms(
         Collective.ALL_REDUCE,
@@ -218,10 +300,11 @@ def weight_casts(
     total = sum(counts)
     if products is None or not total:
         return ()
-    num_bytes = products.cast_bytes(total)
+    num_bytes = products.cast_bytes(total, is_weight=True)
     reduced: tuple[CommOp, ...] = ()
     if gathers_fp8(plan):
-        num_bytes = products.cast_bytes(total // plan.size(group), gathered=total)
+        shard = total // plan.size(group)
+        num_bytes = products.cast_bytes(shard, gathered=total, is_weight=True)
         by_block = products.scaling is Scaling.BLOCKWISE
         reduced = plan.comms(
             Collective.ALL_REDUCE,

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig
-from stepmark.workloads.rules.megatron.narrow import Fp8Format, Fp8Recipe
+from stepmark.model.ops import Scaling
+from stepmark.workloads.rules.megatron.narrow import Fp8Format, Fp8Recipe, has_fp8_attention
 from stepmark.workloads.rules.megatron.settings import (
     STORED_SCORES,
     AttentionBackend,
@@ -173,6 +174,7 @@ def _technique_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
             "only without shared_experts in recompute_modules",
         ),
         *_backend_refusals(plan),
+        *_fp8_attention_refusals(plan),
         *_userbuffer_refusals(plan),
         *_lora_refusals(plan),
         *_combined_refusals(plan),
@@ -291,12 +293,63 @@ def _backend_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
     )
 
 
+def _fp8_attention_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
+    """Return what TransformerEngine has no FP8 attention for, and what is not modelled.
+
+    TransformerEngine 2.11, pytorch/attention/dot_product_attention/utils.py
+    (get_attention_backend); common/fused_attn/fused_attn.cpp (nvte_get_fused_attn_backend).
+    """
+    settings = plan.settings
+    model = plan.model
+    if not has_fp8_attention(settings):
+        return ()
+    backend = settings.attention_backend
+    is_fused = backend in (AttentionBackend.AUTO, AttentionBackend.FUSED)
+    is_delayed = settings.fp8_recipe is Fp8Recipe.DELAYED
+    is_full = settings.recompute_granularity is Granularity.FULL
+    widths = {model.d_qk, model.d_v}
+    fits = len(widths) == 1 and model.d_qk <= _WIDEST_FP8 and not model.d_qk % 16
+    masked = any(layer.window or layer.chunk for layer in model.layers)
+    name = "fp8_multi_head_attention"
+    if settings.fp8_dot_product_attention:
+        name = "fp8_dot_product_attention"
+    lacks = (
+        (not fits, f"heads of one width, a multiple of 16 up to {_WIDEST_FP8}"),
+        (masked, "a model without windows, which FP8 attention lacks"),
+        (model.has_sinks, "a model without sinks, which FP8 attention lacks"),
+        (model.softcap, "a model without capped scores, which FP8 attention lacks"),
+        (plan.job.parallel.cp > 1, "cp 1: its messages in FP8 are not modelled"),
+        (plan.lora is not None, "lora_rank left out: its reductions are not modelled"),
+        (model.num_mtp_layers, "no multi-token prediction, with which it is not modelled"),
+        (
+            settings.overlap_moe_expert_parallel_comm,
+            "overlap_moe_expert_parallel_comm left out: its reductions are not modelled",
+        ),
+        (
+            is_full and not is_delayed,
+            "fp8_recipe delayed with full recompute: other reductions are not modelled",
+        ),
+    )
+    return (
+        (not is_fused, "attention_backend", backend, "auto or fused with FP8 attention"),
+        *((is_there, name, True, f"only with {what}") for is_there, what in lacks),
+    )
+
+
+_WIDEST_FP8 = 128  # width of heads of FP8 attention
+
+
 def _userbuffer_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
     settings = plan.settings
     if not settings.tp_comm_overlap:
         return ()
     hidden = plan.model.hidden_size
     name = "tp_comm_overlap"
+    products = plan.job.products
+    # fill_userbuffers_buffer_for_all_gather of TransformerEngine's module/base.py
+    has_other_scales = products is not None and (
+        products.dtype is DType.NVFP4 or products.scaling is Scaling.BLOCKWISE
+    )
     return (
         (not plan.sequence_parallel, name, True, "only with sequence_parallel and tp > 1"),
         (
@@ -306,6 +359,12 @@ def _userbuffer_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
             "false with latent attention, whose products TransformerEngine has no buffers for",
         ),
         (hidden % 4, name, True, f"only with a hidden size that 4 divides, not {hidden}"),
+        (
+            has_other_scales,
+            name,
+            True,
+            "false with NVFP4 or blockwise FP8, which TransformerEngine has no buffers for",
+        ),
     )
 
 

@@ -284,6 +284,12 @@ class Megatron:
         Fp8Format.NONE, "products in FP8: e4m3, or hybrid with gradients in e5m2"
     )
     fp8_recipe: Fp8Recipe = setting(Fp8Recipe.DELAYED, "scaling of FP8")
+    fp8_dot_product_attention: bool = setting(
+        False, "attention in FP8, with fp8_recipe delayed or tensorwise"
+    )
+    fp8_multi_head_attention: bool = setting(
+        False, "the same with delayed: megatron-core's linear layers stay without FP8 outputs"
+    )
     fp8_param_gather: bool = setting(False, "gather parameters in FP8 (mxfp8: in bf16)")
     fp4_format: Fp4Format = setting(Fp4Format.NONE, "products in FP4: e2m1")
     fp4_recipe: Fp4Recipe = setting(Fp4Recipe.NVFP4, "scaling of FP4")

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepmark.cases.message import RECV, SEND
+from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective
 from stepmark.model.ops import Gemm, Phase
 from stepmark.step.module import Module
@@ -72,6 +73,41 @@ def ring_gather(
         received = (f"{name}~{tp - 1 - index}",) if index else ()
         products += [_of_rows(op, tp, received) for op in divided]
     return (*whole, *moves, *products)
+
+
+def with_columns(
+    plan: Plan,
+    leaf: Module,
+    ring: Sequence[Operation],
+    weights: Sequence[Operation],
+    sent: Mapping[str, Any],
+) -> tuple[Operation, ...]:
+    """Return a row-parallel layer's backward pass with the gather of its gradient's columns.
+
+    Of MXFP8 the ring has the layout along rows alone. That along columns, which the weight's
+    gradient reads, is gathered behind it during the input's gradient (linear.py, backward).
+    """
+    products = plan.job.products
+    if products is None or products.dtype is not DType.MXFP8 or "dtype" not in sent:
+        return (*ring, *weights)
+    name = f"{leaf.role}.columns"
+    gather = plan.inside(
+        Collective.ALL_GATHER,
+        sent["elements"],
+        "tp",
+        Phase.WGRAD,
+        leaf.role,
+        sent["dtype"],
+        stream="tp",
+        name=name,
+    )
+    first = next(
+        index
+        for index, op in enumerate(ring)
+        if isinstance(op, ComputeOp) and isinstance(op.op, Gemm)
+    )
+    awaited = (replace(op, after=(*op.after, name)) for op in weights)
+    return (*ring[:first], *gather, *ring[first:], *awaited)
 
 
 def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operation, ...]:
