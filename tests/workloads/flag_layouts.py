@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from stepmark.model.packing import Packing
+
 DENSE = {
     "model": "llama-3.1-8b",
     **{"num_layers": 8, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2},
@@ -160,6 +162,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "model": (DENSE | MEGATRON, "qwen3-8b"),
     "scale": (MEGATRON | {"model": "llama-3.1-8b"}, "1/4"),
     "seq_len": (DENSE | MEGATRON, 128),
+    "packing": (DENSE | {"framework": "fsdp", "world_size": 8}, Packing(mean=8, longest=32)),
     "model_size": (MEGATRON | {"vocab_size": 512}, "7"),
     "num_layers": (DENSE | MEGATRON, 4),
     "hidden_size": (DENSE | MEGATRON, 128),

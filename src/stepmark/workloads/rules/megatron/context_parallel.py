@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from stepmark.cases.message import RECV, SEND
+from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective
+from stepmark.model.layers import Layer
 from stepmark.model.ops import Attention, Phase
 from stepmark.step.kernel_choice import memory_kernel
 from stepmark.step.module import Module
@@ -18,20 +20,21 @@ from stepmark.workloads.rules.megatron.settings import CpComm
 from stepmark.workloads.rules.megatron.steps import Step, of_leaf
 
 
-def core(plan: Plan, leaf: Module) -> Step:
-    """Return the attention core, with the exchange of keys and values over cp."""
+def core(plan: Plan, leaf: Module, layer: Layer) -> Step:
+    """Return a layer's attention core, with the exchange of keys and values over cp."""
     cp = plan.size("cp")
     if cp == 1:
         return of_leaf(leaf)
-    heads = plan.model.num_heads // plan.tp if plan.model.mla else plan.tree.kv_heads
-    local_size = plan.tokens * heads
-    widths = (plan.model.d_qk, plan.model.d_v)
+    model = plan.model.of_layer(layer)
+    kv_heads = model.num_heads if model.mla else model.num_kv_heads
+    local_size = plan.tokens * max(1, kv_heads // plan.tp)
+    sizes = [local_size * width for width in (model.d_qk, model.d_v)]
     match plan.settings.cp_comm_type:
         case CpComm.A2A:
-            return _by_heads(plan, leaf, [local_size * width for width in widths])
+            return _by_heads(plan, leaf, layer, sizes)
         case CpComm.ALL_GATHER:
-            return _gathered(plan, leaf, [local_size * width for width in widths])
-    return _ring(plan, leaf, local_size * sum(widths))
+            return _gathered(plan, leaf, sizes)
+    return _ring(plan, leaf, sum(sizes))
 
 
 def _gathered(plan: Plan, leaf: Module, sizes: list[int]) -> Step:
@@ -90,14 +93,16 @@ def _piece(op: ComputeOp, cp: int, after: tuple[str, ...]) -> ComputeOp:
     return replace(op, op=replace(op.op, seq_kv=op.op.seq_kv // cp), after=after)
 
 
-def _by_heads(plan: Plan, leaf: Module, sizes: list[int]) -> Step:
+def _by_heads(plan: Plan, leaf: Module, layer: Layer, sizes: list[int]) -> Step:
     """Exchange parts of all heads for whole sequences of some, and back (Ulysses).
 
     arXiv:2309.14509; TransformerEngine, AttnFuncWithCPAndQKVOA2A: queries, keys and values,
     then the result; backward its gradient, then those of the three. Each is copied before its
-    exchange and after it (flash_attn_a2a_communicate). sizes: elements of keys and of values.
+    exchange and after it (flash_attn_a2a_communicate). Gradients of sinks, of which a rank has
+    those of its heads, are gathered (flash_attn_a2a_communicate_softmax_offset). sizes:
+    elements of keys and of values.
     """
-    model = plan.model
+    model = plan.model.of_layer(layer)
     heads = model.num_heads // plan.tp
     queries, result = (plan.tokens * heads * width for width in (model.d_qk, model.d_v))
     inside = (queries, *sizes)
@@ -110,23 +115,28 @@ def _by_heads(plan: Plan, leaf: Module, sizes: list[int]) -> Step:
             yield from plan.inside(Collective.ALL_TO_ALL, elements, "cp", phase, leaf.role)
             yield moved
 
+    of_sinks: tuple[CommOp, ...] = ()
+    if model.has_sinks:
+        message = (heads, "cp", Phase.BWD, leaf.role, DType.FP32)
+        of_sinks = plan.inside(Collective.ALL_GATHER, *message)
     return Step(
         module=leaf.role,
         fwd=(
             *exchanged(inside, Phase.FWD),
-            *(_of_heads(op, plan) for op in leaf.fwd),
+            *(_of_heads(op, plan, layer) for op in leaf.fwd),
             *exchanged([result], Phase.FWD),
         ),
         bwd=(
             *exchanged([result], Phase.BWD),
-            *(_of_heads(op, plan) for op in leaf.bwd),
+            *(_of_heads(op, plan, layer) for op in leaf.bwd),
             *exchanged(inside, Phase.BWD),
+            *of_sinks,
         ),
     )
 
 
-def _of_heads(op: ComputeOp, plan: Plan) -> ComputeOp:
-    """Return attention over whole sequences by a rank's share of the heads."""
+def _of_heads(op: ComputeOp, plan: Plan, layer: Layer) -> ComputeOp:
+    """Return a layer's attention over whole sequences by a rank's share of the heads."""
     core = op.op
     if not isinstance(core, Attention):
         return op
@@ -139,5 +149,6 @@ def _of_heads(op: ComputeOp, plan: Plan) -> ComputeOp:
         heads=core.heads // cp,
         kv_heads=core.kv_heads // cp,
         causal=True,
+        window=layer.window if layer.window < length else 0,
     )
     return replace(op, op=whole)

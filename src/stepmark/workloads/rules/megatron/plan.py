@@ -108,7 +108,8 @@ class Plan:
             loss = Loss.VOCAB_PARALLEL_FUSED
         return KernelChoice(
             stores_scores=backend in STORED_SCORES,
-            batch_first=backend is AttentionBackend.FLASH,
+            # Packed sequences have no batch: [tokens, heads, width] is one layout for both.
+            batch_first=backend is AttentionBackend.FLASH and self.model.packing is None,
             softmax=self._softmax,
             dropout_of_attention=settings.attention_dropout > 0,
             dropout_of_rows=settings.hidden_dropout > 0,
