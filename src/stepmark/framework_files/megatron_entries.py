@@ -393,6 +393,7 @@ _UNMODELLED = {
         disable-clone-scatter-output-in-embedding no-clone-scatter-output-in-embedding
         """,
     ),
+    "sft": Entry(needs="packing"),
     "cross-entropy-fusion-impl": Entry(
         unmodelled="kernels are those of the default", off=("native",)
     ),
@@ -530,7 +531,7 @@ _REFUSED = {
         hierarchical-context-parallel-sizes hybrid-context-parallel kitchen-config-file
         kitchen-recipe-number logits-load-dir logits-save-dir moe-combine-bwd-dtype
         moe-dispatch-fwd-dtype moe-expert-rank-capacity-factor moe-layer-recompute
-        optimizer-cpu-offload sft te-precision-config-file use-kitchen-attention
+        optimizer-cpu-offload te-precision-config-file use-kitchen-attention
         use-megatron-fsdp use-torch-fsdp2 spec
         """,
     ),

@@ -88,7 +88,8 @@ class Packing:
         if not rate:
             return self.longest * share
         if rate < 0:  # of the law mirrored, whose exponentials do not overflow
-            return self.longest * (1 + math.log1p((1 - share) * math.expm1(rate)) / -rate)
+            rest = math.log1p((1 - share) * math.expm1(rate)) / rate
+            return self.longest * max(0.0, 1 - rest)
         return self.longest * -math.log1p(share * math.expm1(-rate)) / rate
 
     def _mean_square(self) -> float:

@@ -1,6 +1,7 @@
 """Attention, softmax(q @ k.T) @ v, in all variants that training uses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
@@ -93,6 +94,20 @@ class Attention(Operator):
         if not self.piece_mean:
             return None
         return Packing(mean=self.piece_mean, longest=self.piece_max)
+
+    def with_lengths(self) -> "Attention":
+        """Return the operator with one choice of packed sequences, which has no more a law.
+
+        Sequences of the batch are one row. Raises ConfigError without a causal mask.
+        """
+        if (packing := self.packing) is None:
+            return self
+        if not self.causal:
+            raise ConfigError("piece-mean", self.piece_mean, "0 without a causal mask")
+        size = self.batch * self.seq_q
+        changes: dict[str, Any] = {"varlen": packing.lengths(size), "piece_mean": 0.0}
+        changes |= {"piece_max": 0.0, "batch": 1, "seq_q": size, "seq_kv": size}
+        return replace(self, **changes)
 
     @property
     def pairs(self) -> int:
