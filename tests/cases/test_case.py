@@ -80,7 +80,9 @@ ONE_CHOICE = {("copy", "phase"), ("host-copy", "phase"), ("optimizer", "phase")}
 
 @pytest.mark.parametrize(("family", "name"), sorted({*FIELDS} - ONE_CHOICE))
 def test_every_field_changes_the_id(family: str, name: str) -> None:
-    op = replace(PLAIN[family], **BEFORE.get((family, name), {}))  # type: ignore[arg-type]
+    op = PLAIN[family]
+    if (family, name) in BEFORE:
+        op = replace(op, **BEFORE[family, name])  # type: ignore[arg-type]
     before, after = op, TOGETHER.get((family, name))
     if after is not None:
         rest = {key: value for key, value in after.items() if key != name}

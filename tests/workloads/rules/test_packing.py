@@ -27,10 +27,10 @@ from stepmark.workloads.workload_flags import options_class
 from .megatron.jobs import DENSE, SINKS, SLIDING, make
 
 LAW = Packing(mean=10, longest=32)
-SFT = {"create_attention_mask_in_dataloader": False}
-MEGATRON = {"framework": "megatron", **SFT}
-FSDP = {"framework": "fsdp"}
-MODEL = {
+SFT: dict[str, Any] = {"create_attention_mask_in_dataloader": False}
+MEGATRON: dict[str, Any] = {"framework": "megatron", **SFT}
+FSDP: dict[str, Any] = {"framework": "fsdp"}
+MODEL: dict[str, Any] = {
     "model": "llama-3.1-8b",
     **{"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2},
     **{"ffn_hidden_size": 128, "vocab_size": 512, "seq_len": 64, "world_size": 8},
@@ -79,7 +79,7 @@ def test_attention_alone_depends_on_pieces(flags: Mapping[str, Any]) -> None:
     plain, packed = made(flags, None), made(flags)
     assert rest(packed) == rest(plain)
     assert packed.model is not None
-    share = LAW.pairs_per_token() / (MODEL["seq_len"] / 2)  # type: ignore[operator]
+    share = LAW.pairs_per_token() / (MODEL["seq_len"] / 2)
     counted = sum(op.flops for op in attention(packed))
     whole = sum(op.flops for op in attention(plain))
     # Pairs of an operator are rounded to one.
@@ -260,7 +260,7 @@ def test_files_with_packed_data_need_their_lengths(
 ) -> None:
     path = tmp_path / name
     path.write_text(text)
-    flags = {"config": str(path), "world_size": 8}
+    flags: dict[str, Any] = {"config": str(path), "world_size": 8}
     framework = "megatron" if "sft" in name else "fsdp"
     cls = options_class(framework)
     with pytest.raises(ConfigError, match=f"{key} .*with --packing, which the file does not"):
