@@ -45,7 +45,7 @@ from .jobs import (
 
 SP = Megatron(sequence_parallel=True)
 OWN_HEADS = replace(
-    SLIDING, pattern=(Layer(window=16, num_heads=4, num_kv_heads=4, head_dim=16), Layer())
+    SLIDING, pattern=(Layer(window=16, num_heads=8, num_kv_heads=8, head_dim=16), Layer())
 )
 
 
