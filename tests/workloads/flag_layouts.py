@@ -43,6 +43,9 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE | {"world_size": 8, "tp": 2, "gbs": 16, "recompute_granularity": "selective"},
         EXPERTS | {"world_size": 8, "tp": 2, "cp": 2, "ep": 2, "sequence_parallel": True},
         DENSE
+        | {"world_size": 4, "cp": 4, "cp_comm_type": "a2a+p2p"}
+        | {"hierarchical_context_parallel_sizes": "2,2"},
+        DENSE
         | {"world_size": 8, "tp": 2}
         | {"sequence_parallel": True, "tp_comm_overlap": True},
         DENSE | {"world_size": 8, "tp": 2, "lora_rank": 4},
@@ -125,6 +128,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 VALUES: dict[str, tuple[Any, ...]] = {
     "lora_rank": (4,),
     "lora_targets": ("linear_qkv", "gate,up"),
+    "hierarchical_context_parallel_sizes": ("2,2",),
     "microbatch_group_size_per_vp_stage": (8,),
     "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),
     "stage": (0, 1, 2),

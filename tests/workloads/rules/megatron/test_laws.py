@@ -44,6 +44,7 @@ from .jobs import (
 )
 
 SP = Megatron(sequence_parallel=True)
+NEIGHBOURS = Megatron(cp_comm_type=CpComm.A2A_P2P, hierarchical_context_parallel_sizes="2,2")
 OWN_HEADS = replace(
     SLIDING, pattern=(Layer(window=16, num_heads=8, num_kv_heads=8, head_dim=16), Layer())
 )
@@ -444,18 +445,51 @@ def test_a_ring_sends_what_gathering_keys_and_values_sends(cp: int) -> None:
 @pytest.mark.parametrize("cp", [2, 4])
 def test_attention_computes_as_much_whatever_ranks_of_cp_exchange(cp: int) -> None:
     job = make(cp=cp)
+    settings = [Megatron(cp_comm_type=kind) for kind in CpComm if kind is not CpComm.A2A_P2P]
+    settings += [NEIGHBOURS] if cp == 4 else []
     by_kind = {
-        kind: sum(
+        each.cp_comm_type: sum(
             op.op.flops
-            for op in computes(workload(job, Megatron(cp_comm_type=kind)), 0)
+            for op in computes(workload(job, each), 0)
             if isinstance(op.op, Attention)
         )
-        for kind in CpComm
+        for each in settings
     }
     assert len(set(by_kind.values())) == 1, by_kind
     ops = (op.op for op in computes(workload(make(), Megatron()), 0))
     alone = sum(op.flops for op in ops if isinstance(op, Attention))
     assert by_kind[CpComm.A2A] * cp == alone
+
+
+@pytest.mark.parametrize("model", [DENSE, LATENT], ids=["dense", "latent"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_neighbours_exchange_heads_and_rings_pass_keys(model: ModelConfig, tp: int) -> None:
+    """Ranks 0 and tp are neighbours; the ring has every second one of cp."""
+    program = workload(
+        make(model, microbatches=1, tp=tp, cp=4), replace(NEIGHBOURS, sequence_parallel=True)
+    )
+    assert program.groups["cp_a2a"].digits == ((2, tp),)
+    assert program.groups["cp_p2p"].digits == ((2, 2 * tp),)
+    tokens = 2 * model.seq_len // 4
+    heads, kv_heads = model.num_heads // tp, model.num_kv_heads // tp
+    q, v = tokens * heads * model.d_qk, tokens * heads * model.d_v
+    kv = [tokens * kv_heads * model.d_qk, tokens * kv_heads * model.d_v]
+    sent: dict[tuple[str, Phase], Counter[int]] = {}
+    for op in comms(program, 0, "attention.core"):
+        if op.collective != RECV:
+            size = op.count * (2 if op.group == "cp_a2a" else 1)
+            sent.setdefault((op.group, op.phase), Counter())[size] += 1
+    layers = model.num_layers
+    ring = sum(kv)
+    expected = {
+        ("cp_a2a", Phase.FWD): [q, *kv, v],
+        ("cp_a2a", Phase.BWD): [v, v, q, *kv],
+        ("cp_p2p", Phase.FWD): [ring],
+        ("cp_p2p", Phase.BWD): [ring, ring],
+    }
+    assert sent == {key: Counter(sizes * layers) for key, sizes in expected.items()}
+    cores = [op.op for op in computes(program, 0) if isinstance(op.op, Attention)]
+    assert {(op.seq_q, op.seq_kv, op.heads) for op in cores} == {(32, 16, heads // 2)}
 
 
 @pytest.mark.parametrize("model", [SLIDING, SINKS, OWN_HEADS], ids=["window", "sinks", "heads"])

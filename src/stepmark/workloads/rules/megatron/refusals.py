@@ -189,7 +189,8 @@ def _exchange_refusals(plan: "Plan") -> Iterator[_Refusal]:
     if cp == 1:
         return
     has_windows = any(0 < layer.window < model.seq_len for layer in model.pattern)
-    if has_windows and kind is CpComm.P2P:
+    in_ring = kind in (CpComm.P2P, CpComm.A2A_P2P)
+    if has_windows and in_ring:
         yield True, "cp_comm_type", kind, "a2a or all_gather with sliding windows"
     if model.has_sinks and kind is not CpComm.A2A:
         yield True, "cp_comm_type", kind, "a2a with attention sinks"
@@ -200,13 +201,16 @@ def _exchange_refusals(plan: "Plan") -> Iterator[_Refusal]:
         yield True, "cp_comm_type", kind, "p2p with packing"
     if kind is CpComm.P2P:
         return
+    name, parts = "cp", cp
+    if kind is CpComm.A2A_P2P:
+        name, parts = "hierarchical_context_parallel_sizes", plan.size("cp_a2a")
     for own in map(model.of_layer, model.pattern):
-        if own.d_qk != own.d_v:
+        if own.d_qk != own.d_v and not in_ring:
             yield True, "cp_comm_type", kind, "p2p where values are narrower than keys"
         heads, kv_heads = own.num_heads // plan.tp, max(1, own.num_kv_heads // plan.tp)
-        if kind is CpComm.A2A and (heads % cp or kv_heads % cp):
+        if kind is not CpComm.ALL_GATHER and (heads % parts or kv_heads % parts):
             rule = f"a divisor of a rank's heads ({heads}) and kv_heads ({kv_heads}) with a2a"
-            yield True, "cp", cp, rule
+            yield True, name, parts, rule
 
 
 def _packing_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
