@@ -99,8 +99,9 @@ def attention(model: ModelConfig, layer: Layer) -> float:
     if not layer.has_attention:
         return 0.0
     own = model.of_layer(layer)
+    pairs: float
     if model.packing is None:
-        pairs: float = masked_pairs(model.seq_len, keys_of(model, layer), layer.chunk)
+        pairs = masked_pairs(model.seq_len, keys_of(model, layer), layer.chunk)
     else:
         pairs = model.seq_len * model.packing.pairs_per_token(layer.window)
     return 2 * pairs * own.num_heads * (own.d_qk + own.d_v) / model.seq_len

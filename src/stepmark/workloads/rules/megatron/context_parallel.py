@@ -163,11 +163,7 @@ def _ring_by_heads(plan: Plan, leaf: Module, layer: Layer, sizes: list[int]) -> 
     ring = _ring(plan, replace(leaf, work=work), sum(sizes), "cp_p2p")
     return replace(
         ring,
-        fwd=(
-            *exchanged(inside, Phase.FWD),
-            *ring.fwd,
-            *exchanged([result], Phase.FWD),
-        ),
+        fwd=(*exchanged(inside, Phase.FWD), *ring.fwd, *exchanged([result], Phase.FWD)),
         bwd=(
             *exchanged([result, result], Phase.BWD),
             *ring.bwd,
