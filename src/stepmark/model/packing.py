@@ -46,6 +46,17 @@ class Packing:
         """MEAN,MAX as the option has it."""
         return f"{self.mean:.15g},{self.longest:.15g}"
 
+    @property
+    def note(self) -> str:
+        """What is assumed of pieces, and the bounds of a token's keys."""
+        return (
+            f"packing {self.text}: lengths of pieces are assumed to have the law of greatest"
+            f" entropy up to {self.longest:.15g} tokens with the mean {self.mean:.15g}; a token"
+            f" then attends to {self.pairs_per_token():.4g} keys without windows, at least to"
+            f" {self.mean / 2:.4g} (equal pieces) and at most to {self.longest / 2:.4g}"
+            " (tokens in pieces of the greatest length)"
+        )
+
     def scaled(self, factor: float) -> "Packing":
         """Return the packing of pieces that are so many times as long."""
         return Packing(mean=self.mean * factor, longest=self.longest * factor)

@@ -175,17 +175,8 @@ def _packed(model: ModelConfig, packing: Packing, notes: list[str]) -> ModelConf
     """
     if packing.mean == model.seq_len == packing.longest:
         return model
-    model = replace(model, packing=packing)
-    keys = packing.pairs_per_token()
-    note = (
-        f"packing {packing.text}: lengths of pieces are assumed to have the law of greatest"
-        f" entropy up to {packing.longest:.15g} tokens with the mean {packing.mean:.15g}; a"
-        f" token then attends to {keys:.4g} keys without windows, at least to"
-        f" {packing.mean / 2:.4g} (equal pieces) and at most to {packing.longest / 2:.4g}"
-        " (tokens in pieces of the greatest length)"
-    )
-    notes.insert(0, note)
-    return model
+    notes.insert(0, packing.note)
+    return replace(model, packing=packing)
 
 
 def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelConfig:
