@@ -26,6 +26,7 @@ from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
 from stepmark.layouts.stage_costs import Estimator
 from stepmark.model.model_tables import MODELS_DIR
+from stepmark.model.packing import Packing
 from stepmark.predictions.sheet_errors import SheetError, chance_faster
 
 SMALL: dict[str, Any] = {
@@ -216,6 +217,49 @@ def test_a_number_of_gpus_without_layouts_is_named() -> None:
 def test_long_sequences_are_divided_over_ranks() -> None:
     degrees = {each.parallel.cp for each in layouts(options(seq_len=32768, tp=(8,), pp=(1,)))}
     assert degrees == {1, 2}  # what 16 GPUs leave
+
+
+def test_exchanges_of_a_sequence_are_searched() -> None:
+    """Of KV heads by heads only what a rank has of them."""
+    one = {"framework": "megatron", "tp": (2,), "pp": (1,), "mbs": (1,), "recompute": ("none",)}
+    own = options(**one, seq_len=8192, cp=(1, 2, 8), cp_comm_type=("p2p", "a2a"), top=3)
+    chosen = [(each.parallel.cp, each.exchange) for each in layouts(own)]
+    assert chosen == [(1, ""), (2, ""), (2, "a2a"), (8, "")]  # 4 KV heads
+    result = search(own, 16)
+    assert {(row["cp"], row["cp_comm_type"]) for row in result.rows} >= {(2, ""), (2, "a2a")}
+    text = "\n".join(lines_of_count(own, result))
+    assert re.search(r"rules .* cp +cp by +dp", text)
+    assert re.search(r"Megatron .* 2 +a2a ", text)
+
+
+@pytest.mark.parametrize("changes", [{"framework": "pytorch", "cp": (2,)}, {"cp": (1,)}])
+def test_an_exchange_that_no_layout_has_is_refused(changes: dict[str, Any]) -> None:
+    own = options(**changes, cp_comm_type=("a2a",))
+    with pytest.raises(ConfigError, match=r"cp-comm-type a2a .*left out without layouts"):
+        layouts(own)
+
+
+def test_packed_sequences_are_planned(tmp_path: Path) -> None:
+    """Attention of all layouts is of pieces, and the first row is what `predict` says."""
+    own = options(
+        packing=Packing(mean=500, longest=2048),
+        tp=(1,),
+        pp=(1,),
+        mbs=(1, 2),
+        recompute=("none",),
+        top=2,
+    )
+    result = search(own, 16)
+    plain = search(dataclasses.replace(own, packing=None), 16)
+    assert result.best.row["step_s"] < plain.best.row["step_s"]
+    assert {each.job.mbs for each in layouts(own) if each.is_megatron} == {1}
+    assert "sequences of 2,048 tokens a step, packed from pieces (500,2048), bf16" in "\n".join(
+        lines_of_count(own, result)
+    )
+    step_s = predicted_s(["predict", *argv(result.job(0))], tmp_path)
+    assert step_s == pytest.approx(result.rows[0]["step_s"])
+    with pytest.raises(ConfigError, match=r"verify 2 .*left out with --packing"):
+        plan(dataclasses.replace(own, verify=2))
 
 
 def test_the_answer_comes_first() -> None:

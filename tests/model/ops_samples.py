@@ -62,6 +62,8 @@ OPTIONS: list[Op] = [
     replace(_ATTENTION, window=7, dtype=DType.FP16),
     replace(_ATTENTION, batch=1, varlen=(30, 33, 1), phase=Phase.BWD),
     replace(_ATTENTION, batch=1, varlen=(64,), head_dim_qk=24),
+    replace(_ATTENTION, piece_mean=20, piece_max=48.5, window=7),
+    replace(_ATTENTION, causal=False, seq_kv=16, piece_mean=20, piece_max=64),
     replace(_ATTENTION, window=7, sinks=True),
     replace(_ATTENTION, softcap=50, phase=Phase.BWD),
     replace(_ATTENTION, causal=False, sinks=True, softcap=0.37),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepmark.ground.dtypes import DType
 from stepmark.measuring.verify import TORCH_DTYPE
-from stepmark.model.ops import Attention
+from stepmark.model.ops import Attention, Phase
 from stepmark.model.ops.backends import BACKENDS, unsupported
 from stepmark.operators.bench import IMPLS, attention
 from stepmark.operators.bench.call import normal
@@ -37,6 +37,21 @@ def test_which_backends_have_windows_sinks_and_softcap() -> None:
     assert runs(softcap=50) == {"math", "flex", "flash-attn"}
     assert runs(softcap=50, window=20) == {"math", "flex", "flash-attn"}
     assert runs(softcap=50, sinks=True) == {"math", "flex"}
+    pieces = {"piece_mean": 20.0, "piece_max": 32.0}
+    assert runs(**pieces) == runs(varlen=(40, 8), batch=1, seq_q=48, seq_kv=48)
+    assert runs(**pieces, causal=False) == set()
+
+
+@pytest.mark.parametrize("phase", [FWD, BWD])
+def test_packed_sequences_are_measured_as_one_choice_of_them(phase: Phase) -> None:
+    """The check masks the same pieces: with others the results would be wrong."""
+    op = attend(piece_mean=20.0, piece_max=32.0, dtype=DType.FP32, phase=phase)
+    impl = IMPLS["attention"]["math"]
+    verdict = impl.make(op, CPU).verify()
+    assert verdict.num_wrong == 0
+    chosen = op.with_lengths()
+    assert impl.extra_bytes(op) == impl.extra_bytes(chosen)
+    assert len(chosen.varlen) > op.batch
 
 
 def test_an_older_flash_attn_without_softcap_is_refused(

@@ -10,6 +10,7 @@ from stepmark.cases.training import CompileScope, DataParallel, Precision, Recom
 from stepmark.model.device import load_devices
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Attention, Gemm, Phase
+from stepmark.model.packing import Packing
 from stepmark.model.parallel import ParallelConfig
 from stepmark.predictions.costs import (
     OperatorCosts,
@@ -21,6 +22,7 @@ from stepmark.predictions.costs import (
 from stepmark.predictions.framework_job import basis_of, options_class, workload_of
 from stepmark.predictions.predict import predict
 from stepmark.predictions.predict_inputs import inputs_of
+from stepmark.predictions.prediction_notes import notes_of
 from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, MeasuredOp, OpKey, OpTable
 from stepmark.step.workload import ComputeOp, Kernel, Workload
 from stepmark.timeline.ledger import Work, work_of_op
@@ -46,6 +48,20 @@ KERNELS = {
     Work.LOSS: "softmax_warp_forward",
     Work.OPTIMIZER: "multi_tensor_apply_kernel",
 }
+
+
+def test_a_prediction_says_first_what_is_assumed_of_packed_sequences() -> None:
+    job = options_class("fsdp")(
+        models=("llama-3.1-8b",),
+        framework="fsdp",
+        world_size=8,
+        packing=Packing(mean=1000, longest=4096),
+        device="h100-sxm",
+    )
+    prediction = predict(inputs_of(basis_of(job), workload_of(job)))
+    note = next(iter(notes_of(prediction)))
+    assert note.startswith("packing 1000,4096: lengths of pieces are assumed to have the law")
+    assert "attends to 893 keys without windows, at least to 500 (equal pieces)" in note
 
 
 def computations(workload: Workload) -> list[ComputeOp]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from stepmark.model.packing import Packing
+
 DENSE = {
     "model": "llama-3.1-8b",
     **{"num_layers": 8, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2},
@@ -40,6 +42,9 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         | {"recompute_method": "block"},
         DENSE | {"world_size": 8, "tp": 2, "gbs": 16, "recompute_granularity": "selective"},
         EXPERTS | {"world_size": 8, "tp": 2, "cp": 2, "ep": 2, "sequence_parallel": True},
+        DENSE
+        | {"world_size": 4, "cp": 4, "cp_comm_type": "a2a+p2p"}
+        | {"hierarchical_context_parallel_sizes": "2,2"},
         DENSE
         | {"world_size": 8, "tp": 2}
         | {"sequence_parallel": True, "tp_comm_overlap": True},
@@ -130,6 +135,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "muon_num_ns_steps": (10,),
     "optimizer_offload_fraction": (0.5,),
     "lora_targets": ("linear_qkv", "gate,up"),
+    "hierarchical_context_parallel_sizes": ("2,2",),
     "microbatch_group_size_per_vp_stage": (8,),
     "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),
     "stage": (0, 1, 2),
@@ -167,6 +173,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "model": (DENSE | MEGATRON, "qwen3-8b"),
     "scale": (MEGATRON | {"model": "llama-3.1-8b"}, "1/4"),
     "seq_len": (DENSE | MEGATRON, 128),
+    "packing": (DENSE | {"framework": "fsdp", "world_size": 8}, Packing(mean=8, longest=32)),
     "model_size": (MEGATRON | {"vocab_size": 512}, "7"),
     "num_layers": (DENSE | MEGATRON, 4),
     "hidden_size": (DENSE | MEGATRON, 128),

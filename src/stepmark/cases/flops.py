@@ -6,7 +6,8 @@ products of adapters do not count. Sources:
 causal      products of the model once forward and backward; of attention's scores the half
             under the diagonal: T^2 / 2 pairs per head and sequence, so a token sees T / 2 keys
             (not (T + 1) / 2), as model/ops/attention.py and Megatron-Bridge do. That a fused
-            kernel computes q k.T again in its backward pass is not counted.
+            kernel computes q k.T again in its backward pass is not counted. Of packed
+            sequences it counts the pairs within pieces (model/packing.py).
 torchtitan  6 (N - N_embedding) + 12 L H Dh T (torchtitan, models/utils.py): the whole square.
             Where query and value heads differ in width, 12 Dh is 6 (d_qk + d_v), as there.
 palm-all    6 N + 12 L H Dh T with N of everything stored (appendix B of PaLM,
@@ -98,7 +99,11 @@ def attention(model: ModelConfig, layer: Layer) -> float:
     if not layer.has_attention:
         return 0.0
     own = model.of_layer(layer)
-    pairs = masked_pairs(model.seq_len, keys_of(model, layer), layer.chunk)
+    pairs: float
+    if model.packing is None:
+        pairs = masked_pairs(model.seq_len, keys_of(model, layer), layer.chunk)
+    else:
+        pairs = model.seq_len * model.packing.pairs_per_token(layer.window)
     return 2 * pairs * own.num_heads * (own.d_qk + own.d_v) / model.seq_len
 
 

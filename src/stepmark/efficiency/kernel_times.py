@@ -102,7 +102,8 @@ class AttentionLaw:
 
     backward: time of a backward pass over that of a forward pass. flash, flash_backward: time
     of FlashAttention-2's kernel over that of cuDNN's or FlashAttention-3's; flex,
-    flex_backward: of torch's FlexAttention. Windows take as long as their pairs of a full mask.
+    flex_backward: of torch's FlexAttention. Windows and packed sequences take as long as their
+    pairs of a full mask.
     """
 
     launch_s: float
@@ -173,7 +174,7 @@ class KernelTimes:
         else:
             return self._memory_time(op, style)
         is_rule = isinstance(op, Attention) and (
-            bool(op.window or op.sinks or op.softcap)
+            bool(op.window or op.sinks or op.softcap or op.piece_mean)
             or op.head_dim_qk > _MOST_WIDTH
             or op.dtype.is_narrow
         )

@@ -16,6 +16,7 @@ from stepmark.ground.errors import ConfigError
 _MLA = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 _MLA_DEFAULTS = ("0", "32", "128", "64", "128")
 _PER_NODE = 8
+_LISTS = ("recompute-modules", "hierarchical-context-parallel-sizes")  # with spaces
 _WITHOUT_TABLE = ("mrope", "none")  # of positions, as rotary ones
 
 # Arguments that set another one, in the order of validate_args: the later one wins.
@@ -120,8 +121,9 @@ def _prepare(keys: Keys) -> Keys:
     keys.pop("nnodes", None)
     if keys.get("clip-grad") in ("0", "0.0"):
         keys["no-clip-grad"] = "true"
-    if "recompute-modules" in keys:
-        keys["recompute-modules"] = ",".join(keys["recompute-modules"].split())
+    for name in _LISTS:
+        if name in keys:
+            keys[name] = ",".join(keys[name].split())
     if keys.get("moe-token-dispatcher-type") == "flex":
         keys["moe-token-dispatcher-type"] = "alltoall"
         keys.setdefault("moe-flex-dispatcher-backend", "deepep")
@@ -218,8 +220,9 @@ def _complete(keys: Keys) -> Keys:
         keys["tokenizer-type"] = "NullTokenizer"
     if keys.get("attention-backend") not in ("local", "unfused"):
         keys.setdefault("attention-dropout", "0")
-    if "recompute-modules" in keys:
-        keys["recompute-modules"] = keys["recompute-modules"].replace(",", " ")
+    for name in _LISTS:
+        if name in keys:
+            keys[name] = keys[name].replace(",", " ")
     if keys.get("max-position-embeddings") == "0":
         keys["position-embedding-type"] = "rope"
         keys["max-position-embeddings"] = keys.get("seq-length", "4096")

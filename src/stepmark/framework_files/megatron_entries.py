@@ -104,8 +104,9 @@ _SETTINGS = {
     ),
     "cp-comm-type": Entry(
         option="cp_comm_type",
-        values={"p2p": "p2p", "all_gather": "all_gather", "a2a": "a2a"},
+        values={kind: kind for kind in ("p2p", "all_gather", "a2a", "a2a+p2p")},
     ),
+    **same("hierarchical-context-parallel-sizes"),
     "moe-token-dispatcher-type": Entry(
         option="moe_token_dispatcher_type",
         values={"allgather": "allgather", "alltoall": "alltoall"},
@@ -405,6 +406,7 @@ _UNMODELLED = {
         disable-clone-scatter-output-in-embedding no-clone-scatter-output-in-embedding
         """,
     ),
+    "sft": Entry(needs="packing"),
     "cross-entropy-fusion-impl": Entry(
         unmodelled="kernels are those of the default", off=("native",)
     ),
@@ -543,10 +545,10 @@ _REFUSED = {
         """
         cpu-offloading-num-layers fine-grained-activation-offloading
         fp4-quantizer-factory fp8-quantizer-factory freeze-all-layers
-        hierarchical-context-parallel-sizes hybrid-context-parallel kitchen-config-file
+        hybrid-context-parallel kitchen-config-file
         kitchen-recipe-number logits-load-dir logits-save-dir moe-combine-bwd-dtype
         moe-dispatch-fwd-dtype moe-expert-rank-capacity-factor moe-layer-recompute
-        sft te-precision-config-file use-kitchen-attention
+        te-precision-config-file use-kitchen-attention
         use-megatron-fsdp use-torch-fsdp2 spec
         """,
     ),

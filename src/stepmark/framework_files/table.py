@@ -32,6 +32,7 @@ class Entry:
     refused: str = ""
     off: tuple[str, ...] = ()  # more values that switch it off
     asks: bool = False  # a flag must give it where the file leaves it open
+    needs: str = ""  # an option that a flag must give, as the file does not say it
 
 
 def same(*names: str) -> dict[str, Entry]:
@@ -65,7 +66,8 @@ class Translation:
 
     defaults: options that are the framework's default, not the file's. notes: keys without
     effect, and what the step lacks. requested: options that the file leaves to a flag, with the
-    key and value that do. fixed: options on which option freed_by of the file depends.
+    key and value that do. needed: options without a key that a flag must give, with the key
+    and value that need them. fixed: options on which option freed_by of the file depends.
     """
 
     framework: str
@@ -74,6 +76,7 @@ class Translation:
     defaults: Options = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     requested: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    needed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     fixed: Options = field(default_factory=dict)
     freed_by: str = ""
 
@@ -115,6 +118,7 @@ class Table:
         idle: dict[str, list[str]] = {}
         lacks: dict[str, list[str]] = {}
         requested: dict[str, tuple[str, str]] = {}
+        needed: dict[str, tuple[str, str]] = {}
         prepared = self.prepare(dict(keys))
         # A refusal says more than a key that is unknown because of what is refused.
         for key, value in prepared.items():
@@ -131,6 +135,8 @@ class Table:
             elif entry.option:
                 options[entry.option] = _ours(entry, f"{where}: {key}", value)
                 origin[entry.option] = key, value
+            elif entry.needs and not _is_off(entry, value):
+                needed[entry.needs] = key, value
             elif entry.no_effect:
                 idle.setdefault(entry.no_effect, []).append(key)
             elif _is_off(entry, value):
@@ -155,6 +161,7 @@ class Table:
             defaults=defaults,
             notes=tuple(notes),
             requested=requested,
+            needed=needed,
             fixed={name: options.get(name, text) for name, text in self.fixed.items()}
             if is_fixed
             else {},

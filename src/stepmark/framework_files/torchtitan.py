@@ -145,6 +145,7 @@ _FILTERS = {
 _FLOAT8_GATHER = "quantize.linear.float8.enable_fsdp_float8_all_gather"
 # Keys that are not torchtitan's: `_prepare` makes them of others, `_complete` the others.
 _SCOPE = "compile.scope"
+_MASKS = "attention of the flavor"
 _COUNT = "pipeline.microbatches"
 _STAGES = "pipeline.stages"
 # Of schedules in which it is no choice (distributed/pipeline_parallel.py: pipeline_llm).
@@ -313,6 +314,10 @@ _IDLE = {
         name: Entry(refused='["output"] or []: other layers that stay in bf16 are not modelled')
         for name in _FILTERS.values()
     },
+    # Of 2025; later flavors say both.
+    "model.attn_mask_type": Entry(needs="packing", off=("causal",)),
+    "model.use_flex_attn": Entry(unmodelled="--attention-backend has attention's kernel"),
+    _MASKS: Entry(unmodelled="documents are masked apart as --packing has them, if given"),
     "output layer": Entry(unmodelled="its product is in bf16, not narrow as the others"),
     "converters of a model with experts": Entry(
         refused="left out: experts' products stay in bf16, which is not modelled beside others"
@@ -384,6 +389,8 @@ def _prepare_model(keys: Keys) -> None:
     if family == "transformers_modeling_backend":
         return  # the model is of Hugging Face's hub
     name = f"{family} {flavor}"
+    if flavor.removesuffix("_attn").endswith(("_flex", "_varlen")):
+        keys[_MASKS] = "block_causal"
     if widths := _FLAVORS.get(name):
         keys["flavor.name"] = name.replace(" ", "-").lower()
         keys.update({f"flavor.{option}": value for option, value in widths.items()})

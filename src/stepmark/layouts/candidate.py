@@ -12,7 +12,7 @@ from stepmark.step_memory import workload_memory
 from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
-from stepmark.workloads.rules.megatron.settings import Granularity
+from stepmark.workloads.rules.megatron.settings import CpComm, Granularity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,12 @@ class Candidate:
         is_plain = own is PipelineSchedule.INTERLEAVED
         return PipelineSchedule.ONE_F_ONE_B if is_plain else PipelineSchedule(own)
 
+    @property
+    def exchange(self) -> str:
+        """Exchange among ranks of cp, where it is not the default of the rules."""
+        kind = self.settings.cp_comm_type if self.is_megatron else CpComm.P2P
+        return "" if kind is CpComm.P2P or self.parallel.cp == 1 else str(kind)
+
     @cached_property
     def axes(self) -> Mapping[str, Any]:
         """What layouts differ in, but for the data ranks, which the others leave."""
@@ -83,6 +89,7 @@ class Candidate:
             "vpp": self.num_chunks,
             "pp_schedule": self.schedule.value,
             "cp": own.cp,
+            "cp_comm_type": self.exchange,
             "ep": own.ep,
             "dp_replicate": own.dp_replicate,
             "mbs": self.job.mbs,

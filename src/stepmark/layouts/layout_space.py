@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.layer_kinds import stages_of
-from stepmark.layouts.plan_options import BOTH, PlanOptions
+from stepmark.layouts.plan_options import BOTH, EXCHANGES, PlanOptions
 from stepmark.model.model import ModelConfig
 from stepmark.model.parallel import PipelineSchedule
 from stepmark.workloads import workload_flags
@@ -78,6 +78,7 @@ class LayoutSpace:
             options.cp or _powers((options.seq_len or model.seq_len) // _TOKENS_OF_CP),
             options.ep or [n for n in _powers(_MOST_EXPERT_RANKS) if not experts % n],
         )
+        self._check_exchange(max(degrees[2]))
         for tp, pp, cp, ep in itertools.product(*degrees):
             data_ranks, rest = divmod(self.num_gpus, tp * pp * cp)
             if rest or options.gbs % data_ranks or (ep > 1 and data_ranks * cp % ep):
@@ -85,6 +86,13 @@ class LayoutSpace:
             for mbs in options.mbs or _MBS:
                 if not options.gbs // data_ranks % mbs:
                     yield Axes(tp=tp, pp=pp, cp=cp, ep=ep, mbs=mbs)
+
+    def _check_exchange(self, cp: int) -> None:
+        """Raise ConfigError for --cp-comm-type where no layout exchanges so. cp: the most."""
+        kinds = self.options.cp_comm_type
+        if kinds != EXCHANGES[:1] and (cp == 1 or self.options.framework == "pytorch"):
+            allowed = "left out without layouts of megatron with cp > 1 (--cp)"
+            raise ConfigError("cp-comm-type", ",".join(kinds), allowed)
 
     def layouts(self, axes: Sequence[Axes]) -> Iterator[Candidate]:
         """Yield the layouts with these axes that the frameworks accept."""
@@ -107,6 +115,7 @@ class LayoutSpace:
             "world_size": self.num_gpus,
             "gbs": options.gbs,
             "seq_len": options.seq_len,
+            "packing": options.packing,
             "precision": options.precision,
             **values,
         }
@@ -170,8 +179,13 @@ def _of_megatron(
     }
     if model.moe and axes.tp > 1:
         common["expert_tensor_parallel_size"] = 1
-    for chunks in _chunks(options, model, axes.pp):
+    if options.packing:
+        common["create_attention_mask_in_dataloader"] = False
+    kinds = options.cp_comm_type if axes.cp > 1 else EXCHANGES[:1]
+    for chunks, kind in itertools.product(_chunks(options, model, axes.pp), kinds):
         own = dict(common)
+        if kind != EXCHANGES[0]:
+            own["cp_comm_type"] = kind
         if chunks > 1:
             own["virtual_pipeline_model_parallel_size"] = chunks
         layers = -(-model.num_layers // (axes.pp * chunks))

@@ -47,6 +47,9 @@ def check_machine(options: PlanOptions) -> None:
     if options.anchor is not None:
         allowed = "left out with --anchor: both give the factors of the plan"
         raise ConfigError("verify", options.verify, allowed)
+    if options.packing is not None:
+        allowed = "left out with --packing: `stepmark train` packs no sequences"
+        raise ConfigError("verify", options.verify, allowed)
     here = machine(None)
     device = find_device_by_alias(options.device)
     if device is None or here.name not in device.names:

@@ -18,11 +18,13 @@ from stepmark.ground.options import (
     words_of,
 )
 from stepmark.model.network_options import NetworkOptions
+from stepmark.model.packing import PackingOption
 from stepmark.predictions.training_run import GpuHourPrices, Tokens
 
 BOTH = "both"
 SCHEDULES = ("1f1b", "zb1p", "zbv", "dualpipev")
 RECOMPUTED = ("none", "quarter", "half", "full")  # layers that are recomputed
+EXCHANGES = ("p2p", "a2a", "all_gather")  # of cp; the first is the default
 
 
 _MOST_GPUS = 2**20
@@ -78,6 +80,9 @@ class Job:
         default=REQUIRED,
     )
     seq_len: int | None = flag("tokens per sequence [the model's]", "--seq-len", "--seq-length")
+    packing: PackingOption | None = flag(
+        "sequences are packed from pieces of this mean and greatest length, masked apart"
+    )
     precision: Annotated[str, words_of("bf16", *NARROW)] | None = flag(
         "of linear layers' products [bf16]"
     )
@@ -123,6 +128,10 @@ class Ranges:
         default=SCHEDULES[:1],
     )
     cp: WholeNumbers | None = flag("context parallelism [1; more with over 8K tokens]")
+    cp_comm_type: Annotated[tuple[str, ...], comma_list(words_of(*EXCHANGES))] = flag(
+        "Megatron-LM's exchange with cp: of keys and values (p2p, all_gather) or heads (a2a)",
+        default=EXCHANGES[:1],
+    )
     ep: WholeNumbers | None = flag("expert parallelism [divisors of the experts up to 64]")
     mbs: WholeNumbers | None = flag("sequences per micro-batch [1,2,4,8]")
     recompute: Annotated[tuple[str, ...], comma_list(words_of(*RECOMPUTED))] = flag(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepmark.ground.units import GIB, format_time
 from stepmark.layouts.layout_search import LayoutSearch
-from stepmark.layouts.plan_options import PlanOptions
+from stepmark.layouts.plan_options import EXCHANGES, PlanOptions
 from stepmark.predictions.prediction_grid import Row
 from stepmark.predictions.prediction_text import anchor_lines
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
@@ -49,8 +49,10 @@ def _assumed(options: PlanOptions, result: LayoutSearch) -> str:
         costs = f"by data sheet, {options.host or 'typical'} host"
     network = cluster.network.name if cluster.network else "one host"
     length = result.best.candidate.job.model.seq_len
+    packed = f", packed from pieces ({options.packing.text})" if options.packing else ""
     return (
-        f"{costs}, network {network}; {options.gbs:,} sequences of {length:,} tokens a step, "
+        f"{costs}, network {network}; {options.gbs:,} sequences of {length:,} tokens a step"
+        f"{packed}, "
         f"{options.precision or 'bf16'}, {options.memory:.0%} of the memory"
     )
 
@@ -83,6 +85,7 @@ def place(row: Row) -> str:
     if row["recompute"] != "none":
         again = f"recomputed layers {row['recompute']}"
     schedule = [] if row["pp_schedule"] == _PLAIN else [row["pp_schedule"]]
+    degrees += [f"cp by {row['cp_comm_type']}"] if row["cp_comm_type"] else []
     replicas = row["dp_replicate"]
     replicated = [f"{replicas} replicas of the shards"] if replicas > 1 else []
     return ", ".join((row["framework"], *degrees, *schedule, *replicated, again))
@@ -129,7 +132,9 @@ def _why(result: LayoutSearch) -> Iterator[str]:
     slower = sorted(rows.items(), key=lambda item: -item[1]["step_s"])
     for axis, row in slower[:_MOST_REASONS]:
         name, more = _largest(row, best)
-        text = f"{axis} {row[axis]} instead of {best[axis]}: {_change(row, best)}"
+        # An exchange of cp that is not named is the default.
+        values = (own[axis] or EXCHANGES[0] for own in (row, best))
+        text = f"{axis} {' instead of '.join(map(str, values))}: {_change(row, best)}"
         yield f"{text}, of which {name} {more:+.1%}; {_gibibytes(row)} GiB"
 
 
@@ -183,6 +188,7 @@ def _cost(row: Row) -> str:
 def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     """Return the columns of these layouts, without axes that none of them has."""
     chosen = ["tp", "pp"] + [name for name in _RARE if any(row[name] > 1 for row in rows)]
+    exchanges = any(row["cp_comm_type"] for row in rows)
     several = len({row["gpus"] for row in rows}) > 1
     has_schedules = any(row["pp_schedule"] != _PLAIN for row in rows)
     return [
@@ -190,6 +196,7 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
         given("framework", TEXT, "rules", _framework),
         *(given(name, COUNT) for name in chosen),
         *([given("pp_schedule", TEXT, "schedule")] if has_schedules else []),
+        *([given("cp_comm_type", TEXT, "cp by")] if exchanges else []),
         given("dp", COUNT, words=_data_ranks),
         given("mbs", COUNT),
         given("recompute", TEXT, "ckpt"),

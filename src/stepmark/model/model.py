@@ -23,6 +23,7 @@ from stepmark.model.layers import (
     check_int,
     check_kinds,
 )
+from stepmark.model.packing import Packing
 from stepmark.model.scale import Scale, TinyScale
 
 # gate and up: swiglu, geglu, and clamped_swiglu of gpt-oss; up alone: the others. xielu
@@ -55,7 +56,7 @@ LATER = frozenset(
         *("residual_multiplier", "logit_multiplier", "num_mtp_layers", "shares_kv"),
         *("scoring", "num_groups", "top_groups", "shared_gate", "latent_size", "indexer"),
         *("v_norm", "layer_scale", "has_norms", "per_layer_width", "value_head_dim"),
-        *("conv_width", "conv_bias", "value_multiplier"),
+        *("conv_width", "conv_bias", "value_multiplier", "packing"),
         # of a layer, whose other later fields have names of the model's
         *("has_kv", "has_qk_norm"),
     }
@@ -123,6 +124,7 @@ class ModelConfig:
     layer_scale: bool = False  # a layer's result is scaled by a number that is not trained
     logit_multiplier: float = 1.0
     num_mtp_layers: int = 0  # multi-token prediction (DeepSeek-V3, section 2.2)
+    packing: Packing | None = None  # of sequences in benchmarks; None: each is one piece
     source: str = ""
     published_params: int | None = None  # exact where a checkpoint tells, else as announced
     published_active_params: int | None = None
@@ -131,7 +133,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._check_fields()
-        rules = (*self._width_rules(), *self._layer_rules(), *self._mtp_rules())
+        rules = (
+            *self._width_rules(),
+            *self._layer_rules(),
+            *self._mtp_rules(),
+            *self._packing_rules(),
+        )
         for name, value, is_valid, allowed in rules:
             if not is_valid:
                 raise ConfigError(name, value, allowed)
@@ -179,6 +186,24 @@ class ModelConfig:
         is_valid = not self.num_mtp_layers or bool(last.mixer and last.ffn)
         allowed = "0: its layer is like the last one, which lacks attention or an FFN"
         yield "num_mtp_layers", self.num_mtp_layers, is_valid, allowed
+
+    def _packing_rules(self) -> Iterator[_Rule]:
+        """Yield what packed sequences cannot be with, whose work would depend on more."""
+        packing = self.packing
+        if packing is None:
+            return
+        longest = f"pieces of at most seq_len ({self.seq_len})"
+        yield "packing", packing.text, packing.longest <= self.seq_len, longest
+        has_scan = any(layer.scan for layer in self.pattern)
+        # Chunks begin at positions of the whole sequence, wherever pieces do.
+        has_chunk = any(0 < layer.chunk < self.seq_len for layer in self.pattern)
+        has_indexer = self.mla is not None and self.mla.indexer is not None
+        for what, is_there in (
+            ("layers that carry a state", has_scan),
+            ("attention in chunks", has_chunk),
+            ("sparse attention", has_indexer),
+        ):
+            yield "packing", packing.text, not is_there, f"left out with {what} ({self.name})"
 
     def _layer_rules(self) -> Iterator[_Rule]:
         moe = self.moe
@@ -711,6 +736,7 @@ class ModelConfig:
             vocab_size=512,
             per_layer_width=self.per_layer_width and 16,
             seq_len=64,
+            packing=self.packing and self.packing.scaled(64 / self.seq_len),
             max_positions=self.max_positions and 64,
             pattern=pattern,
             moe=self.moe and scale.moe(self.moe),

@@ -46,10 +46,17 @@ class ParallelConfig:
         """Return the number of ranks over which gradients are averaged: data and cp ranks."""
         return self.data_ranks * self.cp
 
-    def check(self, model: ModelConfig, *, shares_kv_heads: bool = False) -> None:
+    def check(
+        self,
+        model: ModelConfig,
+        *,
+        shares_kv_heads: bool = False,
+        has_windows: bool = False,
+    ) -> None:
         """Raise ConfigError if the model cannot be divided this way.
 
-        shares_kv_heads: several ranks of tp may use the same KV head.
+        shares_kv_heads: several ranks of tp may use the same KV head. has_windows: ranks of cp
+        may have layers with sliding windows.
         """
         moe = model.moe
         for own in (model, *map(model.of_layer, model.pattern)):
@@ -64,7 +71,8 @@ class ParallelConfig:
             if size % self.tp:
                 raise ConfigError("tp", self.tp, f"a divisor of {model.name}'s {name} ({size})")
         for layer in model.pattern:
-            words = "sliding windows or chunks" if layer.window or layer.chunk else ""
+            is_masked = layer.chunk or (layer.window and not has_windows)
+            words = "sliding windows or chunks" if is_masked else ""
             words = "layers that carry a state" if layer.scan else words
             if words and self.cp > 1:
                 raise ConfigError("cp", self.cp, f"1, because {model.name} has {words}")

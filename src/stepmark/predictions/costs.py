@@ -253,7 +253,7 @@ def needs_flex(op: Attention) -> bool:
     A window of latent attention stands for the keys that an indexer chooses.
     """
     is_latent = op.heads == op.kv_heads and op.head_dim_qk != op.head_dim_v
-    return bool((op.window and not is_latent) or op.sinks or op.softcap)
+    return bool((op.window and not is_latent) or op.sinks or op.softcap or op.piece_mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,8 @@ class SheetCosts:
         backend = self.settings.get("attention_backend")
         kernel = next((own for own in AttentionKernel if own == backend), AttentionKernel.AUTO)
         is_attention = isinstance(op.op, Attention) and needs_flex(op.op)
-        if "compile" in self.settings and is_attention:  # as `stepmark train` computes it
+        # As `stepmark train` computes it. FlashAttention-2 has packed sequences (varlen_attn).
+        if "compile" in self.settings and is_attention and kernel is not AttentionKernel.FLASH:
             kernel = AttentionKernel.FLEX
         time = kernel_times(self.device).time_of(op.op, self._style_of(op), kernel)
         if time is None:

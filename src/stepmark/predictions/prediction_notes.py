@@ -20,6 +20,9 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     workload = inputs.workload
     file = inputs.file
     yield from file.gaps if file else ()
+    packing = workload.model.packing if workload.model else None
+    assumed = (packing.note,) if packing else ()
+    yield from assumed
     unmodelled = workload.model.unmodelled if workload.model else ()
     yield from unmodelled
     if workload.model and (count := workload.model.num_mtp_layers):
@@ -31,7 +34,9 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
             f" {100 * share:.3g} % of the weights that a token meets: FLOPs and MFU count them"
         )
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)
-    yield from (f"of the file: {note}" for note in of_file if note not in unmodelled)
+    yield from (
+        f"of the file: {note}" for note in of_file if note not in (*assumed, *unmodelled)
+    )
     yield from _unknown_notes(prediction.unknown)
     yield from _source_notes(prediction)
     if file and inputs.times_of_file:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from stepmark.model.layers import IndexerConfig, Layer
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Attention, Phase
+from stepmark.model.ops.attention import masked_pairs
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.layout import Inputs
 from stepmark.step.module import Module, Param, between
@@ -16,13 +17,21 @@ def attention_core(
 ) -> Attention:
     """Return softmax(q k.T) v of a layer's keys. model: with the widths of the layer.
 
-    Under context parallelism it stands for a rank's two chunks (TreeBuilder._scores).
+    Under context parallelism it stands for a rank's two chunks (TreeBuilder._scores). With a
+    window each of their queries has as many keys as one has on average, to the nearest.
     """
     cp = axes.cp
     heads = model.num_heads // axes.tp
     batch, seq_q, window = inputs.mbs, inputs.seq_len // cp, layer.window
+    seq_kv = inputs.seq_len // 2 if cp > 1 else 0
+    if cp > 1 and window:
+        seq_kv = round(masked_pairs(inputs.seq_len, window) / inputs.seq_len)
+        window = 0
     if model.mla and model.mla.indexer:  # as many pairs as in a window of this size
         window = model.mla.indexer.top_k
+    packing = model.packing
+    if packing is not None:  # a rank of cp has an equal part of each piece
+        packing = packing.scaled(1 / cp)
     varlen: tuple[int, ...] = ()
     if 0 < layer.chunk < seq_q:  # chunks are sequences of their own
         whole, rest = divmod(seq_q, layer.chunk)
@@ -34,7 +43,7 @@ def attention_core(
     return Attention(
         batch=batch,
         seq_q=seq_q,
-        seq_kv=inputs.seq_len // 2 if cp > 1 else seq_q,
+        seq_kv=seq_kv or seq_q,
         heads=heads,
         kv_heads=heads if model.mla else max(1, model.num_kv_heads // axes.tp),
         head_dim_qk=model.d_qk,
@@ -42,6 +51,8 @@ def attention_core(
         causal=cp == 1,
         window=window if window < seq_q else 0,
         varlen=varlen,
+        piece_mean=packing.mean if packing else 0.0,
+        piece_max=packing.longest if packing else 0.0,
         sinks=model.has_sinks,
         softcap=model.softcap,
         dtype=inputs.plain_dtype,

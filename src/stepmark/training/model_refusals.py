@@ -56,6 +56,7 @@ PARTS = {
     "layer_scale": "scaled layers",
     "logit_multiplier": "scaled logits",
     "num_mtp_layers": "multi-token prediction",
+    "packing": "packed sequences",
     "layer.mixer": "layers that carry a state, or have no attention",
     "layer.ffn": "layers without FFN, or dense ones between those with experts",
     "layer.window": "sliding windows",
@@ -98,7 +99,7 @@ LACKING = frozenset(
     {
         *("mla.indexer", "layer.has_indexer", "v_norm", "layer_scale", "moe.has_norms"),
         *("per_layer_width", "layer.has_kv", "value_head_dim", "value_multiplier"),
-        *("conv_width", "conv_bias"),
+        *("conv_width", "conv_bias", "packing"),
     }
 )
 

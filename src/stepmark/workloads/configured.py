@@ -93,6 +93,7 @@ def model_of(path: str, tp: int) -> ModelConfig:
         options={name: text for name, text in file.options.items() if name in _MODEL},
         defaults={name: text for name, text in file.defaults.items() if name in _MODEL},
         requested={},
+        needed={},
         fixed={},
     )
     if not {"model", "num_layers"} & own.options.keys():
@@ -112,6 +113,10 @@ def _check_flags(options: GenerateOptions, file: Translation) -> None:
     for name, (key, value) in file.requested.items():
         if getattr(options, name) is None:
             allowed = f"left to a trainer: give --{name.replace('_', '-')}"
+            raise ConfigError(f"{options.config}: {key}", value, allowed)
+    for name, (key, value) in file.needed.items():
+        if getattr(options, name) is None:
+            allowed = f"with --{name.replace('_', '-')}, which the file does not say"
             raise ConfigError(f"{options.config}: {key}", value, allowed)
     if not file.fixed or getattr(options, file.freed_by, None) is not None:
         return

@@ -137,8 +137,9 @@ class Job(Spread):
             raise ConfigError(
                 "seq-len", self.model.seq_len, f"a multiple of 2 x cp ({2 * self.parallel.cp})"
             )
-        # Megatron-LM alone takes more ranks than KV heads; torch's rules check again.
-        self.parallel.check(self.model, shares_kv_heads=True)
+        # Megatron-LM alone takes more ranks than KV heads, and divides sequences with windows;
+        # torch's rules check again.
+        self.parallel.check(self.model, shares_kv_heads=True, has_windows=True)
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from stepmark.ground.options import dashed
 from stepmark.model.layers import MlaConfig, MoeConfig
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model
+from stepmark.model.packing import Packing
 from stepmark.step.layout import VOCAB_MULTIPLE, model_as
 from stepmark.workloads.architecture import Architecture, Batch
 from stepmark.workloads.formats.huggingface import traced
@@ -157,12 +158,25 @@ def choose(
         model = with_seq_len(model, seq_len)
     elif model.name == "gpt-175b":
         notes.append(_GPT_175B)
+    if options.packing:
+        model = _packed(model, options.packing, notes)
     if model.num_layers > _MOST_LAYERS:
         raise ConfigError("num-layers", model.num_layers, f"at most {_MOST_LAYERS}")
     if options.model_name:
         model = replace(model, name=options.model_name)
     model = _padded(model, options, framework, tp, notes)
     return model, tuple(notes)
+
+
+def _packed(model: ModelConfig, packing: Packing, notes: list[str]) -> ModelConfig:
+    """Return the model with packed sequences, and note first what is assumed of them.
+
+    Pieces as long as sequences are none. Raises ConfigError.
+    """
+    if packing.mean == model.seq_len == packing.longest:
+        return model
+    notes.insert(0, packing.note)
+    return replace(model, packing=packing)
 
 
 def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelConfig:

@@ -26,6 +26,7 @@ from stepmark.ground.options import (
     group,
     words_of,
 )
+from stepmark.model.packing import PackingOption
 
 
 @group
@@ -42,6 +43,9 @@ class Model(ModelChoice):
         rare=True,
     )
     model_name: str | None = flag("what the workload is called", rare=True)
+    packing: PackingOption | None = flag(
+        "sequences are packed from pieces of this mean and greatest length, masked apart"
+    )
     num_layers: int | None = flag("transformer layers")
     hidden_size: int | None = flag("width of the residual stream", rare=True)
     ffn_hidden_size: int | None = flag("width of the MLP [4 x hidden; swiglu 8/3 x]", rare=True)

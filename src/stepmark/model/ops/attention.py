@@ -1,10 +1,12 @@
 """Attention, softmax(q @ k.T) @ v, in all variants that training uses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops.fields import MULTIPLIED, Operator, Phase, choice, count, validate
+from stepmark.model.packing import Packing
 
 _DTYPES = (*MULTIPLIED, DType.FP8_E4M3, DType.FP8_E5M2)
 
@@ -15,10 +17,13 @@ class Attention(Operator):
 
     q [batch, seq_q, heads, head_dim_qk], k [batch, seq_kv, kv_heads, head_dim_qk],
     v [batch, seq_kv, kv_heads, head_dim_v]. `varlen` packs sequences of these lengths into
-    one row (batch 1, seq_q = seq_kv = their sum) that do not attend to each other. `window`
-    w > 0: a query attends to its own key and the w - 1 keys before it. `sinks`: the exponential
-    of a learned logit per query head is added to each softmax's denominator (arXiv:2309.17453;
-    gpt-oss). `softcap` c > 0: scores become c tanh(scores / c) before the mask (Gemma 2,
+    one row (batch 1, seq_q = seq_kv = their sum) that do not attend to each other.
+    `piece_mean`, `piece_max`: rows are packed from such sequences, of which these are the mean
+    and the greatest number of queries (model/packing.py has their law); without a causal mask
+    each has seq_kv / seq_q times as many keys (a step of a ring). `window` w > 0: a query
+    attends to its own key and the w - 1 keys before it. `sinks`: the exponential of a learned
+    logit per query head is added to each softmax's denominator (arXiv:2309.17453; gpt-oss).
+    `softcap` c > 0: scores become c tanh(scores / c) before the mask (Gemma 2,
     arXiv:2408.00118). Neither counts as FLOPs or bytes: they are no products, and a logit per
     head. Bytes and memory are of a fused kernel; the math backend adds its score matrix.
     fp8: of q, k, v and, backward, o and do, whose type names the pass (e5m2: do in e5m2, the
@@ -35,6 +40,12 @@ class Attention(Operator):
     causal: bool = choice("mask the future", default=True)
     window: int = count("sliding window in keys; 0 = none", low=0, default=0)
     varlen: tuple[int, ...] = count("packed sequence lengths, e.g. 1024+512", default=())
+    piece_mean: float = count(
+        "mean length of packed sequences; 0 = none", low=0, default=0.0, formerly=0.0
+    )
+    piece_max: float = count(
+        "greatest length of packed sequences", low=0, default=0.0, formerly=0.0
+    )
     sinks: bool = choice(
         "a learned logit per head in the denominators", default=False, formerly=False
     )
@@ -67,6 +78,40 @@ class Attention(Operator):
             )
         if self.varlen and self.seq_q != self.seq_kv:
             raise ConfigError("seq-kv", self.seq_kv, "equal to --seq-q with --varlen")
+        self._check_pieces()
+
+    def _check_pieces(self) -> None:
+        """Raise ConfigError for lengths of packed sequences that do not go together."""
+        longest = self.piece_max
+        if self.piece_mean or longest:
+            if not 0 < self.piece_mean <= longest:
+                allowed = f"above 0 and at most --piece-max ({longest:.15g})"
+                raise ConfigError("piece-mean", self.piece_mean, allowed)
+            if longest > self.seq_q:
+                raise ConfigError("piece-max", longest, f"at most --seq-q ({self.seq_q})")
+            if self.varlen:
+                raise ConfigError("varlen", self.varlen, "left out with --piece-mean")
+
+    @property
+    def packing(self) -> Packing | None:
+        """Packed sequences of which the mean and the greatest length are known."""
+        if not self.piece_mean:
+            return None
+        return Packing(mean=self.piece_mean, longest=self.piece_max)
+
+    def with_lengths(self) -> "Attention":
+        """Return the operator with one choice of packed sequences, which has no more a law.
+
+        Sequences of the batch are one row. Raises ConfigError without a causal mask.
+        """
+        if (packing := self.packing) is None:
+            return self
+        if not self.causal:
+            raise ConfigError("piece-mean", self.piece_mean, "0 without a causal mask")
+        size = self.batch * self.seq_q
+        changes: dict[str, Any] = {"varlen": packing.lengths(size), "piece_mean": 0.0}
+        changes |= {"piece_max": 0.0, "batch": 1, "seq_q": size, "seq_kv": size}
+        return replace(self, **changes)
 
     @property
     def pairs(self) -> int:
@@ -75,7 +120,13 @@ class Attention(Operator):
         Of a causal mask this is half of the square, without half of the diagonal (source:
         flash-attention, benchmarks/benchmark_flash_attention.py); of a window, too, without
         half of the diagonal of the first queries, whose windows begin before the sequence.
+        Of sequences whose lengths have a law it is the expectation, rounded.
         """
+        if (packing := self.packing) is not None:
+            # Half of the square where the mask is causal, else all of it.
+            keys = packing.pairs_per_token(self.window)
+            keys *= 1 if self.causal else 2 * self.seq_kv / self.seq_q
+            return round(self.batch * self.seq_q * keys)
         lengths = self.varlen or (self.seq_q,) * self.batch
         if not self.causal:
             return sum(length * (length if self.varlen else self.seq_kv) for length in lengths)
@@ -90,6 +141,7 @@ class Attention(Operator):
             "causal" if self.causal else "",
             f"window {self.window}" if self.window else "",
             f"packed {len(self.varlen)}" if self.varlen else "",
+            f"packed {self.packing.text}" if self.packing else "",
             "sinks" if self.sinks else "",
             f"softcap {self.softcap:g}" if self.softcap else "",
         )

@@ -180,10 +180,17 @@ def needs_compiler(op: Any, capabilities: Capabilities) -> str | None:
 
 def attention(name: str, op: Attention, capabilities: Capabilities) -> str | None:
     return (
-        _no_attention_type(name, op, capabilities)
+        _no_pieces(op)
+        or _no_attention_type(name, op, capabilities)
         or _no_attention_shape(name, op, capabilities)
         or _no_attention_here(name, capabilities)
     )
+
+
+def _no_pieces(op: Attention) -> str | None:
+    if op.piece_mean and not op.causal:
+        return "packed sequences of a ring of ranks are predicted and not measured"
+    return None
 
 
 def _no_attention_type(name: str, op: Attention, capabilities: Capabilities) -> str | None:
@@ -200,7 +207,8 @@ def _no_attention_type(name: str, op: Attention, capabilities: Capabilities) -> 
 
 
 def _no_attention_shape(name: str, op: Attention, capabilities: Capabilities) -> str | None:
-    if name in ("flash", "cudnn", "efficient") and (op.window or op.varlen):
+    is_packed = op.varlen or op.piece_mean
+    if name in ("flash", "cudnn", "efficient") and (op.window or is_packed):
         return f"scaled_dot_product_attention masks no window or varlen in its {name} kernel"
     if op.softcap and name not in ("math", "flex", "flash-attn"):
         return f"{name} attention has no softcap; math, flex and flash-attn have it"

@@ -365,6 +365,7 @@ def make(
     op: Attention, device: torch.device, *, name: str, build: Callable[..., Forward]
 ) -> Call:
     set_matmul_precision(op.dtype)
+    op = op.with_lengths()
     is_bwd = op.phase is Phase.BWD
     shapes: list[tuple[int, ...]] = [
         (op.batch, op.seq_q, op.heads, op.head_dim_qk),
@@ -532,11 +533,16 @@ _EXTRA: dict[str, Callable[[Attention], int]] = {
     "flex": lambda op: 4 * op.seq_q * op.seq_kv if op.causal or op.varlen else 0,
 }
 
+
+def _extra_bytes(name: str, op: Attention) -> int:
+    return _EXTRA[name](op.with_lengths()) if name in _EXTRA else 0
+
+
 BACKENDS: dict[str, Impl] = {
     name: Impl(
         make=functools.partial(make, name=name, build=build),
         unsupported=functools.partial(_unsupported, name),
-        extra_bytes=_EXTRA.get(name, lambda op: 0),
+        extra_bytes=functools.partial(_extra_bytes, name),
     )
     for name, build in _BUILD.items()
 }

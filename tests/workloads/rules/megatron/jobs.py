@@ -17,7 +17,7 @@ from stepmark.timeline.ledger import Work
 from stepmark.timeline.step_cost import Costs, OpCost
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron.rule import Megatron
-from stepmark.workloads.rules.megatron.settings import AttentionBackend
+from stepmark.workloads.rules.megatron.settings import AttentionBackend, CpComm
 
 DENSE = ModelConfig(
     name="small",
@@ -134,9 +134,12 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Megatron]:
     """Any of the models over any mesh that fits, with any settings that Megatron-LM takes."""
     model = draw(st.sampled_from((DENSE, BIASED, EXPERTS, LATENT, *PATTERNS)))
     mesh = {axis: draw(st.sampled_from((1, 2))) for axis in ("cp", "dp_shard")}
-    if model in PATTERNS:
-        mesh["cp"] = 1  # of a window or a state
-    mesh["tp"] = draw(st.sampled_from((1, 2, 4, 8)))  # 8: more than KV heads
+    is_masked = model in (SLIDING, SINKS)
+    if model in PATTERNS and not is_masked:
+        mesh["cp"] = 1  # of a state
+    by_heads = is_masked and mesh["cp"] == 2  # which divides the KV heads again
+    # 8: more than KV heads
+    mesh["tp"] = draw(st.sampled_from((1, 2) if by_heads else (1, 2, 4, 8)))
     mesh["pp"] = draw(st.sampled_from((1, 2, 4)))
     chunks = draw(st.sampled_from((1, 2))) if mesh["pp"] > 1 else 1
     if model.moe is not None and mesh["dp_shard"] == 2:
@@ -145,6 +148,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Megatron]:
     reduced = draw(st.booleans())
     backends = [*AttentionBackend] if mesh["cp"] == 1 else [AttentionBackend.AUTO]
     settings: dict[str, Any] = {
+        "cp_comm_type": CpComm.A2A if by_heads else CpComm.P2P,
         "attention_backend": draw(st.sampled_from(backends)),
         "attention_dropout": draw(st.sampled_from((0.0, 0.1))),
         "hidden_dropout": draw(st.sampled_from((0.0, 0.1))),

@@ -12,6 +12,7 @@ from hypothesis import given
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.collectives import Collective
+from stepmark.model.layers import Layer
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Attention, Gemm, GroupedGemm, Norm, Phase
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
@@ -33,6 +34,8 @@ from .jobs import (
     HYBRID,
     LATENT,
     PATTERNS,
+    SINKS,
+    SLIDING,
     comms,
     computes,
     jobs,
@@ -41,6 +44,10 @@ from .jobs import (
 )
 
 SP = Megatron(sequence_parallel=True)
+NEIGHBOURS = Megatron(cp_comm_type=CpComm.A2A_P2P, hierarchical_context_parallel_sizes="2,2")
+OWN_HEADS = replace(
+    SLIDING, pattern=(Layer(window=16, num_heads=8, num_kv_heads=8, head_dim=16), Layer())
+)
 
 
 @given(jobs())
@@ -438,18 +445,100 @@ def test_a_ring_sends_what_gathering_keys_and_values_sends(cp: int) -> None:
 @pytest.mark.parametrize("cp", [2, 4])
 def test_attention_computes_as_much_whatever_ranks_of_cp_exchange(cp: int) -> None:
     job = make(cp=cp)
+    settings = [Megatron(cp_comm_type=kind) for kind in CpComm if kind is not CpComm.A2A_P2P]
+    settings += [NEIGHBOURS] if cp == 4 else []
     by_kind = {
-        kind: sum(
+        each.cp_comm_type: sum(
             op.op.flops
-            for op in computes(workload(job, Megatron(cp_comm_type=kind)), 0)
+            for op in computes(workload(job, each), 0)
             if isinstance(op.op, Attention)
         )
-        for kind in CpComm
+        for each in settings
     }
     assert len(set(by_kind.values())) == 1, by_kind
     ops = (op.op for op in computes(workload(make(), Megatron()), 0))
     alone = sum(op.flops for op in ops if isinstance(op, Attention))
     assert by_kind[CpComm.A2A] * cp == alone
+
+
+@pytest.mark.parametrize("model", [DENSE, LATENT], ids=["dense", "latent"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_neighbours_exchange_heads_and_rings_pass_keys(model: ModelConfig, tp: int) -> None:
+    """Ranks 0 and tp are neighbours; the ring has every second one of cp."""
+    program = workload(
+        make(model, microbatches=1, tp=tp, cp=4), replace(NEIGHBOURS, sequence_parallel=True)
+    )
+    assert program.groups["cp_a2a"].digits == ((2, tp),)
+    assert program.groups["cp_p2p"].digits == ((2, 2 * tp),)
+    tokens = 2 * model.seq_len // 4
+    heads, kv_heads = model.num_heads // tp, model.num_kv_heads // tp
+    q, v = tokens * heads * model.d_qk, tokens * heads * model.d_v
+    kv = [tokens * kv_heads * model.d_qk, tokens * kv_heads * model.d_v]
+    sent: dict[tuple[str, Phase], Counter[int]] = {}
+    for op in comms(program, 0, "attention.core"):
+        if op.collective != RECV:
+            size = op.count * (2 if op.group == "cp_a2a" else 1)
+            sent.setdefault((op.group, op.phase), Counter())[size] += 1
+    layers = model.num_layers
+    ring = sum(kv)
+    expected = {
+        ("cp_a2a", Phase.FWD): [q, *kv, v],
+        ("cp_a2a", Phase.BWD): [v, v, q, *kv],
+        ("cp_p2p", Phase.FWD): [ring],
+        ("cp_p2p", Phase.BWD): [ring, ring],
+    }
+    assert sent == {key: Counter(sizes * layers) for key, sizes in expected.items()}
+    cores = [op.op for op in computes(program, 0) if isinstance(op.op, Attention)]
+    assert {(op.seq_q, op.seq_kv, op.heads) for op in cores} == {(32, 16, heads // 2)}
+
+
+@pytest.mark.parametrize("model", [SLIDING, SINKS, OWN_HEADS], ids=["window", "sinks", "heads"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_of_cp_attend_to_windows_by_heads(model: ModelConfig, tp: int) -> None:
+    """As much as one rank, and each layer exchanges its own heads."""
+    settings = Megatron(cp_comm_type=CpComm.A2A, sequence_parallel=True)
+    sizes = {"tp": tp, "cp": 2}
+    by_heads = workload(make(model, **sizes), settings)
+
+    def shapes(program: Workload) -> Counter[tuple[object, ...]]:
+        cores = (op.op for op in computes(program, 0) if isinstance(op.op, Attention))
+        return Counter((op.window, op.phase, op.seq_q, op.head_dim_qk) for op in cores)
+
+    alone = workload(make(model, tp=tp), settings)
+    assert shapes(by_heads) == shapes(alone)
+    flops = [
+        sum(op.op.flops for op in computes(each, 0) if isinstance(op.op, Attention))
+        for each in (by_heads, alone)
+    ]
+    assert 2 * flops[0] == flops[1]
+    sent = Counter(
+        op.count
+        for op in comms(by_heads, 0, "attention.core")
+        if op.collective == Collective.ALL_TO_ALL and op.phase is Phase.FWD
+    )
+    tokens = model.seq_len  # of two sequences, each on two ranks
+    expected: Counter[int] = Counter()
+    for layer in model.layers:
+        own = model.of_layer(layer)
+        for heads in (own.num_heads, own.num_kv_heads, own.num_kv_heads, own.num_heads):
+            expected[tokens * heads // tp * own.head_dim // 2] += 2  # micro-batches
+    assert sent == expected
+    gathered = [op for op in comms(by_heads, 0) if op.collective == "all_gather"]
+    of_sinks = [op for op in gathered if op.module == "attention.core"]
+    assert len(of_sinks) == (2 * model.num_layers if model.has_sinks else 0)
+    assert {op.count * 2 for op in of_sinks} <= {model.num_heads // tp}
+    assert {str(op.dtype) for op in of_sinks} <= {"fp32"}
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ranks_that_gather_keys_have_the_pairs_of_windows(cp: int) -> None:
+    """To half a key for each query: windows of 16 in sequences of 64 have 14 keys."""
+    gathered = workload(make(SLIDING, cp=cp), Megatron(cp_comm_type=CpComm.ALL_GATHER))
+    cores = [op.op for op in computes(gathered, 0) if isinstance(op.op, Attention)]
+    assert {(op.seq_q, op.seq_kv) for op in cores} == {(64 // cp, 14), (64 // cp, 32)}
+    alone = workload(make(SLIDING), Megatron())
+    flops = sum(op.op.flops for op in computes(alone, 0) if isinstance(op.op, Attention))
+    assert cp * sum(op.flops for op in cores) == flops
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

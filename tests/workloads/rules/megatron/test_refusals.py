@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
+from stepmark.model.layers import Layer
 from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.workloads.job import Job
@@ -26,9 +27,10 @@ from stepmark.workloads.rules.megatron.settings import (
     RouterDtype,
 )
 
-from .jobs import DENSE, EXPERTS, LATENT, PREDICTING, comms, make
+from .jobs import DENSE, EXPERTS, LATENT, PREDICTING, SINKS, SLIDING, comms, make
 
 SP = {"sequence_parallel": True}
+SIZES = "hierarchical_context_parallel_sizes"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 # Model, mesh, settings, and words that the refusal has to have.
 REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
@@ -43,6 +45,48 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
         {"cp": 4},
         {"cp_comm_type": CpComm.A2A},
         r"cp 4 .*divisor of a rank's heads \(8\) and kv_heads \(2\)",
+    ),
+    *(
+        (
+            DENSE,
+            {"cp": cp},
+            {"cp_comm_type": CpComm.A2A_P2P, SIZES: sizes},
+            f"{SIZES} .*{words}",
+        )
+        for cp, sizes, words in (
+            (4, "", r"two numbers from 2 whose product is cp \(4\)"),
+            (4, "4,1", "two numbers"),
+            (4, "2,4", "two numbers"),
+            (4, "2,2,1", "two numbers"),
+            (1, "2,2", "two numbers"),
+            (16, "8,2", r"8 .*divisor of a rank's heads \(8\) and kv_heads \(4\)"),
+        )
+    ),
+    (
+        SLIDING,
+        {"cp": 4},
+        {"cp_comm_type": CpComm.A2A_P2P, SIZES: "2,2"},
+        r"cp_comm_type a2a\+p2p .*sliding windows",
+    ),
+    (SLIDING, {"cp": 2}, {}, "cp_comm_type p2p .*a2a or all_gather with sliding windows"),
+    (SINKS, {"cp": 2}, {"cp_comm_type": CpComm.ALL_GATHER}, "all_gather .*a2a with attention"),
+    (
+        SINKS,
+        {"cp": 2},
+        {"cp_comm_type": CpComm.A2A, "attention_backend": AttentionBackend.FLASH},
+        "attention_backend flash .*auto or fused with attention sinks",
+    ),
+    (
+        replace(DENSE, pattern=(Layer(chunk=16), Layer())),
+        {"cp": 2},
+        {"cp_comm_type": CpComm.A2A},
+        "cp 2 .*chunks",
+    ),
+    (
+        replace(DENSE, pattern=(Layer(window=16, num_kv_heads=2), Layer())),
+        {"cp": 4},
+        {"cp_comm_type": CpComm.A2A},
+        r"cp 4 .*and kv_heads \(2\)",
     ),
     (
         PREDICTING,

@@ -197,6 +197,7 @@ def test_all_ways_to_train_are_there() -> None:
     unseen -= {name for name in unseen if name.startswith("tp_comm_")}  # userbuffers: GPU
     assert unseen == {
         "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
         "ddp_average_in_collective",  # gloo does not average
         "delay_wgrad_compute",  # TransformerEngine's
         "lora_rank",  # Megatron-Bridge's

@@ -478,6 +478,9 @@ class _Plan:
         self.dtype = DType.FP32 if job.dtype is DType.TF32 else job.dtype
         if self.dtype not in TRAINED:
             raise ConfigError("dtype", job.dtype, "fp32, tf32, bf16 or fp16")
+        if job.config and (packing := job.config.packing):
+            allowed = "left out: these rules' attention masks no pieces (megatron, pytorch)"
+            raise ConfigError("packing", packing.text, allowed)
         self.job = job
         if settings.is_offloaded:  # stage_1_and_2.py: contiguous_gradients or cpu_offload
             settings = replace(settings, contiguous_gradients=True)

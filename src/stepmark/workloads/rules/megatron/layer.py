@@ -49,17 +49,17 @@ def mlp(plan: Plan, layer: Layer) -> tuple[Step, ...]:
     parts = {
         role: leaf for role, leaf in leaves(plan, layer).items() if role.startswith("mlp.")
     }
-    return tuple(_in_order(plan, parts))
+    return tuple(_in_order(plan, layer, parts))
 
 
-def _in_order(plan: Plan, parts: Mapping[str, Module]) -> Iterator[Step]:
+def _in_order(plan: Plan, layer: Layer, parts: Mapping[str, Module]) -> Iterator[Step]:
     """Yield modules in forward order, each product with its messages and adapters."""
     hidden = plan.model.hidden_size
     for role, leaf in parts.items():
         if lora.adapted(role) != role:
             continue  # they come with their layer
         if role in CORE:
-            yield core(plan, leaf)
+            yield core(plan, leaf, layer)
         elif not leaf.is_linear or leaf.params[0].is_partial:
             yield of_leaf(leaf)
         else:
@@ -257,8 +257,9 @@ def mtp_heads(plan: Plan, logits: Sequence[Step]) -> Iterator[Step]:
 def data(plan: Plan, *, first: bool, last: bool) -> tuple[Operation, ...]:
     """Return the broadcasts of a micro-batch over tp, before cp divides it.
 
-    Source: get_batch_on_this_tp_rank, megatron/training/utils.py. Its empty broadcasts, for
-    sequences that are not packed, are left out.
+    Source: get_batch_on_this_tp_rank, megatron/training/utils.py, whose last lines broadcast
+    the boundaries of packed sequences again. Its empty broadcasts, for sequences that are not
+    packed, are left out.
     """
     tokens = plan.job.mbs * plan.model.seq_len
     mask = tokens * plan.model.seq_len
@@ -269,9 +270,13 @@ def data(plan: Plan, *, first: bool, last: bool) -> tuple[Operation, ...]:
         (last, tokens, DType.FP32),  # mask of the loss
         (masked and (first or last), mask, DType.UINT8),
         (first, tokens, DType.INT64),  # positions
-        (first, 1, DType.INT64),  # number of packed sequences
-        (first or last, 1, DType.INT64),
     ]
+    boundaries: list[tuple[int, DType]] = [(1, DType.INT64)]  # the number of boundaries
+    if (packing := plan.model.packing) is not None:
+        count = 1 + max(1, round(plan.model.seq_len / packing.mean))
+        boundaries += [(count, DType.INT32), (1, DType.INT32)]  # also the longest
+    for is_sent in (first, first or last):
+        messages += [(is_sent, *each) for each in boundaries]
     return tuple(
         replace(op, root=0)
         for is_sent, elements, dtype in messages
@@ -290,12 +295,12 @@ def attention(plan: Plan, layer: Layer) -> tuple[Step, ...]:
         if role.startswith("attention.")
     }
     if plan.model.mla is None or not layer.has_attention:
-        return tuple(_in_order(plan, parts))
+        return tuple(_in_order(plan, layer, parts))
     latent = {role.removeprefix("attention."): leaf for role, leaf in parts.items()}
     rest = {role: leaf for role, leaf in parts.items() if role not in _LATENT}
     steps: list[Step] = []
     for role, leaf in rest.items():
-        steps += _in_order(plan, {role: leaf})
+        steps += _in_order(plan, layer, {role: leaf})
         if role == "attention.norm":
             steps += _latent(plan, latent)
     return tuple(steps)

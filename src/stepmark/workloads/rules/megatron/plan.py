@@ -29,6 +29,7 @@ from stepmark.workloads.rules.megatron.settings import (
     LORA_TARGETS,
     STORED_SCORES,
     AttentionBackend,
+    CpComm,
     Megatron,
     RouterDtype,
     StateDtype,
@@ -109,7 +110,8 @@ class Plan:
             loss = Loss.VOCAB_PARALLEL_FUSED
         return KernelChoice(
             stores_scores=backend in STORED_SCORES,
-            batch_first=backend is AttentionBackend.FLASH,
+            # Packed sequences have no batch: [tokens, heads, width] is one layout for both.
+            batch_first=backend is AttentionBackend.FLASH and self.model.packing is None,
             softmax=self._softmax,
             dropout_of_attention=settings.attention_dropout > 0,
             dropout_of_rows=settings.hidden_dropout > 0,
@@ -222,6 +224,18 @@ def _with_chunks(settings: Megatron, pp: int) -> Megatron:
     return replace(settings, virtual_pipeline_model_parallel_size=chunks)
 
 
+def hierarchy(settings: Megatron, cp: int) -> tuple[int, int]:
+    """Return the ranks that exchange heads, and those of a ring. Raises ConfigError."""
+    text = settings.hierarchical_context_parallel_sizes
+    words = text.replace(",", " ").split()
+    sizes = [int(word) for word in words if word.isdecimal() and len(word) < 8]
+    is_valid = len(words) == len(sizes) == 2 and min(sizes) > 1 and math.prod(sizes) == cp
+    if not is_valid:
+        allowed = f"two numbers from 2 whose product is cp ({cp}), with cp_comm_type a2a+p2p"
+        raise ConfigError("hierarchical_context_parallel_sizes", text or None, allowed)
+    return sizes[0], sizes[1]
+
+
 def groups(job: Job, settings: Megatron) -> dict[str, Group]:
     """Return groups by Megatron's names (megatron/core/parallel_state.py, tp-cp-ep-dp-pp).
 
@@ -247,6 +261,11 @@ def groups(job: Job, settings: Megatron) -> dict[str, Group]:
     )
     per_stage = parallel.world_size // parallel.pp
     last = max(1, parallel.pp - 1) * per_stage
+    if settings.cp_comm_type is CpComm.A2A_P2P:
+        # create_hierarchical_groups: the first group is of neighbours.
+        by_heads, in_ring = hierarchy(settings, parallel.cp)
+        by_name["cp_a2a"] = Group(digits=((by_heads, parallel.tp),))
+        by_name["cp_p2p"] = Group(digits=((in_ring, parallel.tp * by_heads),))
     by_name["embd"] = Group(digits=((min(2, parallel.pp), last),))
     if job.model.moe is None:
         return by_name

@@ -181,6 +181,7 @@ def _technique_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
         *_mtp_refusals(plan),
         *_exchange_refusals(plan),
         *_muon_refusals(plan),
+        *_packing_refusals(plan),
     )
 
 
@@ -220,15 +221,63 @@ def _exchange_refusals(plan: "Plan") -> Iterator[_Refusal]:
     """Yield what TransformerEngine refuses with cp (attn_forward_func_with_cp)."""
     cp = plan.job.parallel.cp
     kind = plan.settings.cp_comm_type
-    if cp == 1 or kind is CpComm.P2P:
-        return
     model = plan.model
-    if model.d_qk != model.d_v:
-        yield True, "cp_comm_type", kind, "p2p where values are narrower than keys"
-    heads, kv_heads = model.num_heads // plan.tp, plan.tree.kv_heads
-    if kind is CpComm.A2A and (heads % cp or kv_heads % cp):
-        rule = f"a divisor of a rank's heads ({heads}) and kv_heads ({kv_heads}) with a2a"
-        yield True, "cp", cp, rule
+    if cp == 1:
+        return
+    has_windows = any(0 < layer.window < model.seq_len for layer in model.pattern)
+    in_ring = kind in (CpComm.P2P, CpComm.A2A_P2P)
+    if has_windows and in_ring:
+        yield True, "cp_comm_type", kind, "a2a or all_gather with sliding windows"
+    if model.has_sinks and kind is not CpComm.A2A:
+        yield True, "cp_comm_type", kind, "a2a with attention sinks"
+    backend = plan.settings.attention_backend
+    if model.has_sinks and backend is AttentionBackend.FLASH:
+        yield True, "attention_backend", backend, "auto or fused with attention sinks and cp"
+    if model.packing is not None and kind is not CpComm.P2P:
+        yield True, "cp_comm_type", kind, "p2p with packing"
+    if kind is CpComm.P2P:
+        return
+    name, parts = "cp", cp
+    if kind is CpComm.A2A_P2P:
+        name, parts = "hierarchical_context_parallel_sizes", plan.size("cp_a2a")
+    for own in map(model.of_layer, model.pattern):
+        if own.d_qk != own.d_v and not in_ring:
+            yield True, "cp_comm_type", kind, "p2p where values are narrower than keys"
+        heads, kv_heads = own.num_heads // plan.tp, max(1, own.num_kv_heads // plan.tp)
+        if kind is not CpComm.ALL_GATHER and (heads % parts or kv_heads % parts):
+            rule = f"a divisor of a rank's heads ({heads}) and kv_heads ({kv_heads}) with a2a"
+            yield True, name, parts, rule
+
+
+def _packing_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
+    """Return what packed sequences (thd) cannot be with.
+
+    Sources: an assertion of get_batch_on_this_tp_rank (training/utils.py), and of SFTDataset
+    (training/datasets/sft_dataset.py), which pads pieces to a multiple of 2 x cp;
+    dot_product_attention.py; TransformerEngine 2.9, get_attention_backend.
+    """
+    model = plan.model
+    packing = model.packing
+    if packing is None:
+        return ()
+    mbs = plan.job.mbs
+    backend = plan.settings.attention_backend
+    parts = 2 * plan.job.parallel.cp
+    has_mask = plan.settings.create_attention_mask_in_dataloader
+    what = "with packing"
+    rule = f"with cp > 1, a greatest length that is a multiple of 2 x cp ({parts})"
+    return (
+        (mbs > 1, "mbs", mbs, f"1 {what}"),
+        (has_mask, "create_attention_mask_in_dataloader", True, f"false {what}"),
+        (
+            backend in STORED_SCORES,
+            "attention_backend",
+            backend,
+            f"auto, flash or fused {what}",
+        ),
+        (model.has_sinks, "packing", packing.text, "left out with attention sinks"),
+        (parts > 2 and packing.longest % parts, "packing", packing.text, rule),
+    )
 
 
 def _mtp_refusals(plan: "Plan") -> tuple[_Refusal, ...]:

@@ -64,8 +64,16 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
     settings = plan.settings
     if settings.optimizer_cpu_offload:
         yield cpu_offload.NOTE
+    parallel = plan.job.parallel
     if plan.model.vocab_size != job.model.vocab_size:
         yield f"vocabulary padded from {job.model.vocab_size} to {plan.model.vocab_size}"
+    has_middle = parallel.pp * settings.virtual_pipeline_model_parallel_size > 2
+    if plan.model.packing is not None and has_middle:
+        yield (
+            "pretrain_gpt.py of this version gives chunks between the first and the last no"
+            " boundaries of packed pieces, so that attention there would be over whole"
+            " sequences; this step is of a loader that gives all chunks theirs"
+        )
     masks = settings.create_attention_mask_in_dataloader and plan.tp > 1
     size = job.mbs * job.model.seq_len**2  # a byte per pair of tokens
     if masks and size >= _LARGE_MASK_BYTES:

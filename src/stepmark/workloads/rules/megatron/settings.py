@@ -30,6 +30,7 @@ class CpComm(StrEnum):
     P2P = "p2p"
     ALL_GATHER = "all_gather"
     A2A = "a2a"  # of heads, as Ulysses
+    A2A_P2P = "a2a+p2p"  # of heads among neighbours, of keys and values in rings of these
 
 
 class Granularity(StrEnum):
@@ -216,7 +217,12 @@ class Megatron:
         "", "layers of each chunk, such as 'Et*4|(t*4|)*14,tL'; gives vpp, too"
     )
     cp_comm_type: CpComm = setting(
-        CpComm.P2P, "keys and values: p2p (ring) or all_gather; heads: a2a (Ulysses)"
+        CpComm.P2P, "keys and values: p2p (ring) or all_gather; heads: a2a (Ulysses); a2a+p2p"
+    )
+    hierarchical_context_parallel_sizes: str = setting(
+        "",
+        "with a2a+p2p: ranks that exchange heads, and those of a ring, such as 8,2",
+        only={"cp_comm_type": (CpComm.A2A_P2P,)},
     )
     expert_tensor_parallel_size: int | None = setting(
         None, "tensor parallelism of experts [tp]"

@@ -12,6 +12,7 @@ from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Scaling
+from stepmark.model.packing import Packing
 from stepmark.step.workload import Workload
 from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, Job, check_single, plain_settings, refuse_first
@@ -39,6 +40,8 @@ def _check_attention(job: AnyJob, settings: PyTorch) -> None:
     """Raise ConfigError for a kernel that does not have what the layers' attention needs."""
     kernel = settings.attention_backend
     model = job.config
+    if model is not None and model.packing is not None:
+        _check_packing(job, settings, model.packing)
     if model is None or kernel not in (AttentionKernel.FLASH, AttentionKernel.FLASH1):
         return
     has_window = any(layer.window or layer.chunk for layer in model.pattern)
@@ -62,15 +65,34 @@ def _check_optimizer(job: AnyJob, settings: PyTorch) -> None:
         raise ConfigError("optimizer", settings.optimizer, f"adamw here: {reason}")
 
 
+def _check_packing(job: AnyJob, settings: PyTorch, packing: Packing) -> None:
+    """Raise ConfigError for what torch does not compute of packed sequences.
+
+    FlexAttention masks them (torchtitan's block_causal), and so does varlen_attn, which is
+    FlashAttention-2's kernel.
+    """
+    cp = job.parallel.cp
+    kernel = settings.attention_backend
+    is_first = kernel is AttentionKernel.FLASH1
+    trainer = settings.trainer
+    refuse_first(
+        (cp > 1, "cp", cp, "1 with packing: torch's ring has no masks but the causal one"),
+        (is_first, "attention_backend", kernel, "auto, flex or flash (varlen) with packing"),
+        (
+            trainer is not Trainer.STEPMARK,
+            "trainer",
+            trainer,
+            f"{Trainer.STEPMARK} with packing ({packing.text})",
+        ),
+    )
+
+
 def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     """Return a step of the job, for one of the rule's names. Raises ConfigError."""
     settings = settings.resolved(job.parallel)
     _check_attention(job, settings)
-<<<<<<< HEAD
     check_split(job, settings)
-=======
     _check_optimizer(job, settings)
->>>>>>> optimizers
     if settings.fp8_all_gather:
         job = _with_cast_weights(job)
     kind = settings.data_parallel
