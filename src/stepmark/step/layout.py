@@ -120,7 +120,7 @@ class Inputs:
 
     dtype: of weights and activations. products: of linear layers, where it is another.
     skew: of tokens over experts. expert_rows: of a rank whose experts have a capacity; 0: all
-    rows.
+    rows. imbalance: rows of this rank's experts over the mean of all ranks.
     """
 
     mbs: int
@@ -129,6 +129,7 @@ class Inputs:
     products: ProductPrecision | None = None
     skew: float = 0.0
     expert_rows: int = 0
+    imbalance: float = 1.0
 
     @property
     def plain_dtype(self) -> DType:

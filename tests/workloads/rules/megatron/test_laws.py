@@ -17,7 +17,7 @@ from stepmark.model.ops import Attention, Gemm, GroupedGemm, Norm, Phase
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
 from stepmark.workloads.formats.ranks import disagreements
 from stepmark.workloads.job import Job
-from stepmark.workloads.rules.megatron.layer import exchange
+from stepmark.workloads.rules.megatron.dispatch import exchange
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
 from stepmark.workloads.rules.megatron.settings import (
     RECOMPUTE_MODULES,
