@@ -21,6 +21,9 @@ from stepmark.model.network_options import NetworkOptions
 from stepmark.predictions.training_run import GpuHourPrices, Tokens
 
 BOTH = "both"
+ALL_TO_ALL = "alltoall"
+TWO_HOP = "two-hop"
+DISPATCHES = (ALL_TO_ALL, TWO_HOP)
 RECOMPUTED = ("none", "quarter", "half", "full")  # layers that are recomputed
 
 
@@ -119,6 +122,13 @@ class Ranges:
     vpp: WholeNumbers | None = flag("model chunks per stage [those that divide the layers]")
     cp: WholeNumbers | None = flag("context parallelism [1; more with over 8K tokens]")
     ep: WholeNumbers | None = flag("expert parallelism [divisors of the experts up to 64]")
+    dispatch: Annotated[tuple[str, ...], comma_list(words_of(*DISPATCHES))] = flag(
+        "of tokens to experts: alltoall, or by Megatron-LM two-hop (DeepEP)",
+        default=("alltoall",),
+    )
+    imbalance: Annotated[float, between(1.0, 1024.0)] = flag(
+        "rows of the fullest rank's experts / the mean of ep ranks", default=1.0
+    )
     mbs: WholeNumbers | None = flag("sequences per micro-batch [1,2,4,8]")
     recompute: Annotated[tuple[str, ...], comma_list(words_of(*RECOMPUTED))] = flag(
         "layers that are recomputed", default=RECOMPUTED

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepmark.ground.units import GIB, format_time
 from stepmark.layouts.layout_search import LayoutSearch
-from stepmark.layouts.plan_options import PlanOptions
+from stepmark.layouts.plan_options import TWO_HOP, PlanOptions
 from stepmark.predictions.prediction_grid import Row
 from stepmark.predictions.prediction_text import anchor_lines
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
@@ -83,7 +83,8 @@ def place(row: Row) -> str:
         again = f"recomputed layers {row['recompute']}"
     replicas = row["dp_replicate"]
     replicated = [f"{replicas} replicas of the shards"] if replicas > 1 else []
-    return ", ".join((row["framework"], *degrees, *replicated, again))
+    hops = [TWO_HOP] if row["dispatch"] == TWO_HOP else []
+    return ", ".join((row["framework"], *degrees, *hops, *replicated, again))
 
 
 def _figures(row: Row) -> str:
@@ -182,10 +183,12 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     """Return the columns of these layouts, without axes that none of them has."""
     chosen = ["tp", "pp"] + [name for name in _RARE if any(row[name] > 1 for row in rows)]
     several = len({row["gpus"] for row in rows}) > 1
+    has_hops = any(row["dispatch"] == TWO_HOP for row in rows)
     return [
         *([given("gpus", COUNT, "GPUs")] if several else []),
         given("framework", TEXT, "rules", _framework),
         *(given(name, COUNT) for name in chosen),
+        *([given("dispatch", TEXT)] if has_hops else []),
         given("dp", COUNT, words=_data_ranks),
         given("mbs", COUNT),
         given("recompute", TEXT, "ckpt"),
