@@ -123,8 +123,8 @@ class Ranges:
     cp: WholeNumbers | None = flag("context parallelism [1; more with over 8K tokens]")
     ep: WholeNumbers | None = flag("expert parallelism [divisors of the experts up to 64]")
     dispatch: Annotated[tuple[str, ...], comma_list(words_of(*DISPATCHES))] = flag(
-        "of tokens to experts: alltoall, or by Megatron-LM two-hop (DeepEP)",
-        default=("alltoall",),
+        "of tokens to experts: alltoall, or Megatron-LM's two-hop (DeepEP)",
+        default=(ALL_TO_ALL,),
     )
     imbalance: Annotated[float, between(1.0, 1024.0)] = flag(
         "rows of the fullest rank's experts / the mean of ep ranks", default=1.0
