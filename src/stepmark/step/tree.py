@@ -89,12 +89,12 @@ def stage_of_case(case: TrainCase, stage: int) -> Module:
     axes = ParallelConfig(cp=case.parallel.cp, pp=case.parallel.pp)
     chunks = case.num_stages // case.parallel.pp
     layout = ShardLayout(axes=axes, stage=stage, chunks=chunks, split=case.pp_split)
-    return _stage(case.model, layout)
+    return _stage(case.model, layout, case.imbalance)
 
 
 @lru_cache(maxsize=64)
-def _stage(model: ModelConfig, layout: ShardLayout) -> Module:
-    return build(model, layout, Inputs(mbs=1, seq_len=model.seq_len))
+def _stage(model: ModelConfig, layout: ShardLayout, imbalance: float) -> Module:
+    return build(model, layout, Inputs(mbs=1, seq_len=model.seq_len, imbalance=imbalance))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

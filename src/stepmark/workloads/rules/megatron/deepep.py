@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 ACROSS_HOSTS = "ep_internode"
 IN_HOST = "ep_intranode"
+GPUS_PER_HOST = 8  # NUM_MAX_NVL_PEERS
 SCALED = 128  # elements with one fp32 scale of FP8 rows
 _NUM_GPUS = (2, 4, 8)  # of a host: SWITCH_RANKS
 _NUM_HOSTS = (2, 3, 4, 6, 8, 12, 16, 18, 20)  # SWITCH_RDMA_RANKS
