@@ -1,5 +1,6 @@
 """Inputs of a tree of modules: what a framework makes of a model, and one micro-batch of it."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -130,6 +131,10 @@ class Inputs:
     skew: float = 0.0
     expert_rows: int = 0
     imbalance: float = 1.0
+
+    def fullest(self, size: int) -> int:
+        """Return the size on the rank with most rows of experts. size: the mean of all ranks."""
+        return math.ceil(size * self.imbalance)
 
     @property
     def plain_dtype(self) -> DType:

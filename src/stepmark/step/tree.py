@@ -9,7 +9,6 @@ Experts: with balanced routing a rank of ep x etp computes as many rows as it se
 of its etp peers included, over 1 / etp of the width of num_experts / ep experts.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -571,9 +570,8 @@ class TreeBuilder:
         )
         width = moe.ffn_hidden_size // self.layout.expert_tp
         outer = moe.latent_size or model.hidden_size
-        per_token = moe.top_k * self.inputs.imbalance  # rows
-        copies = math.ceil(per_token * outer)
-        inner = math.ceil(per_token * moe.ffn_hidden_size)
+        copies = self.inputs.fullest(moe.top_k * outer)
+        inner = self.inputs.fullest(moe.top_k * moe.ffn_hidden_size)
         ups[0] = replace(ups[0], keeps=SavedTensors(divided=copies))
         expert_modules = (
             *self._with_grad_sum(ups, rows, outer),
@@ -637,7 +635,7 @@ class TreeBuilder:
         etp = self.layout.expert_tp
         assert moe is not None
         rows = max(1, self.tokens * moe.top_k * max(etp, self.own_replicas) // self._tp)
-        return self.inputs.expert_rows or math.ceil(rows * self.inputs.imbalance)
+        return self.inputs.expert_rows or self.inputs.fullest(rows)
 
     def linear(self, linear: Linear, role: str) -> Module:
         """Return a linear layer, with its adapter inside where it has one."""
