@@ -133,7 +133,7 @@ class Inputs:
     imbalance: float = 1.0
 
     def fullest(self, size: int) -> int:
-        """Return the size on the rank with most rows of experts. size: the mean of all ranks."""
+        """Return the size on the rank with the most rows of experts. size: the mean."""
         return math.ceil(size * self.imbalance)
 
     @property
