@@ -42,7 +42,8 @@ def drawn(routing: Routing, seed: int = 1) -> np.ndarray:
 def num_reached(routing: Routing, num_units: int) -> np.ndarray:
     """Return on how many units each token has an expert."""
     units = np.sort(drawn(routing) * num_units // routing.num_experts, axis=-1)
-    return 1 + (np.diff(units, axis=-1) > 0).sum(axis=-1)
+    counts: np.ndarray = 1 + (np.diff(units, axis=-1) > 0).sum(axis=-1)
+    return counts
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
