@@ -154,7 +154,19 @@ def test_yaml_of_functional_tests(tmp_path: Path) -> None:
         (
             "--num-experts 8 --moe-token-dispatcher-type flex",
             "moe_token_dispatcher_type",
+            "flex",
+        ),
+        (
+            "--num-experts 8 --moe-token-dispatcher-type flex"
+            " --moe-flex-dispatcher-backend hybridep",
+            "moe_token_dispatcher_type",
             "alltoall",
+        ),
+        ("--num-experts 8 --moe-router-num-groups 4", "expert_groups", "4"),
+        (
+            "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
+            "top_groups",
+            "2",
         ),
         ("--multi-latent-attention", "kv_lora_rank", "32"),
         ("--kv-lora-rank 7", "kv_lora_rank", None),

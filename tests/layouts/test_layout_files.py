@@ -56,6 +56,28 @@ def test_predict_of_a_file_is_its_row(
     assert status(shlex.split(command)) == 0
 
 
+def test_files_have_two_hops_and_say_that_they_lack_an_imbalance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "layouts"
+    out = tmp_path / "layouts.json"
+    words = "plan qwen3-30b-a3b --gpus 32 --gbs 64 --device h100-sxm --mbs 1 --jobs 1 --tp 1"
+    more = "--pp 1 --ep 32 --recompute full --framework megatron --dispatch two-hop --top 1"
+    common = [*words.split(), *more.split(), "--files", str(folder), "--json", str(out)]
+    assert status(common) == 0
+    assert "cannot carry" not in capsys.readouterr().err
+    (file,) = folder.iterdir()
+    assert "two-hop" in file.name
+    assert "--moe-token-dispatcher-type flex" in file.read_text()
+    (row,) = json.loads(out.read_text())["layouts"]
+    predicted = tmp_path / "prediction.json"
+    words = f"predict {file} --device h100-sxm --json {predicted}"
+    assert status(words.split()) == 0
+    assert json.loads(predicted.read_text())["step_s"] == row["step_s"]
+    assert status([*common, "--imbalance", "1.5"]) == 0
+    assert "megatron-args cannot carry: imbalance 1.5" in capsys.readouterr().err
+
+
 def test_a_row_without_a_file_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,6 +144,48 @@ def test_predict_says_the_same_of_every_row(own: PlanOptions, tmp_path: Path) ->
         assert predicted_s(words, tmp_path) == row["step_s"], words
 
 
+MOE: dict[str, Any] = {
+    **{"models": ("qwen3-30b-a3b",), "gpus": (32,), "gbs": 64, "framework": "megatron"},
+    **{"pp": (1,), "tp": (1,), "mbs": (1,), "recompute": ("full",)},
+}
+BOTH_WAYS = ("alltoall", "two-hop")
+
+
+def test_dispatches_and_an_imbalance_are_layouts(tmp_path: Path) -> None:
+    own = options(**MOE, ep=(1, 8, 16), dispatch=BOTH_WAYS, imbalance=1.5)
+    found = {(each.parallel.ep, each.dispatch): each for each in layouts(own)}
+    assert set(found) == {(1, ""), *((ep, way) for ep in (8, 16) for way in BOTH_WAYS)}
+    # A rank with all experts is never fuller than another.
+    assert {each.job.imbalance for (ep, _), each in found.items() if ep > 1} == {1.5}
+    assert found[1, ""].job.imbalance == 1
+    result = search(own, 32)
+    for number, row in enumerate(result.rows):
+        words = ["predict", *argv(result.job(number))]
+        assert predicted_s(words, tmp_path) == row["step_s"], words
+    assert "two-hop" in "\n".join(lines_of_count(own, result))
+
+
+def test_two_hops_send_less_between_hosts_and_an_imbalance_takes_longer() -> None:
+    def step_s(**changes: Any) -> float:
+        (own,) = layouts(options(**MOE, ep=(32,), **changes))
+        return Cluster(options(), 32).predicted(own).step_s
+
+    even = step_s()
+    assert step_s(dispatch=("two-hop",)) < even
+    assert step_s(imbalance=1.5) > even
+    assert step_s(imbalance=1.5) < 1.5 * even
+
+
+@pytest.mark.parametrize("gpus_per_host", [4, 8])
+def test_hops_are_those_of_the_hosts(gpus_per_host: int) -> None:
+    own = options(**MOE, ep=(16,), dispatch=("two-hop",))
+    space = LayoutSpace(options=own, num_gpus=32, gpus_per_host=gpus_per_host)
+    (candidate,) = space.layouts([*space.axes()])
+    groups = candidate.workload().groups
+    assert groups["ep_intranode"].size == gpus_per_host
+    assert groups["ep_internode"].size == 16 // gpus_per_host
+
+
 def predicted_s(words: list[str], folder: Path) -> float:
     """The step of a command."""
     out = folder / "prediction.json"
@@ -290,6 +332,10 @@ def test_the_answer_comes_first() -> None:
             "peak of nvfp4",
         ),
         ({"ep": (8,)}, "ep", "has no experts"),
+        ({"dispatch": ("two-hop",)}, "dispatch", "without experts"),
+        ({"imbalance": 1.5}, "imbalance", "without experts"),
+        ({**MOE, "framework": "pytorch", "dispatch": ("two-hop",)}, "dispatch", "PyTorch's"),
+        ({**MOE, "verify": 1, "imbalance": 1.5}, "verify", "--imbalance"),
         ({"vpp": (2,), "pp": (1,)}, "gbs", ""),
     ],
 )

@@ -60,6 +60,9 @@ def layouts(sizes: slice) -> Iterator[str]:
         yield f"--framework fsdp --model mixtral-8x7b --ep 2 --gbs {gbs}"
         yield f"--framework fsdp --model llama-3.1-8b --pp 2 --gbs {4 * gbs}"
         yield f"--framework megatron --model mixtral-8x7b --tp 2 --ep 2 --sp --gbs {gbs}"
+        hops = "--ep 4 --moe-token-dispatcher-type flex --moe-deepep-gpus-per-host 2"
+        wide = "--model mixtral-8x7b --scale 1/16 --num-layers 2"  # rows of 256
+        yield f"--framework megatron {wide} {hops} --gbs {gbs}"
     for pp, schedule in (
         (2, "1f1b"),
         (4, "1f1b"),
@@ -78,7 +81,7 @@ def generated(folder: Path, listed: list[str]) -> dict[str, Path]:
     made = {}
     for number, words in enumerate(listed):
         path = folder / f"{number}.json"
-        command = ["workload", "generate", *shlex.split(f"{words} {_TINY}"), "-o", str(path)]
+        command = ["workload", "generate", *shlex.split(f"{_TINY} {words}"), "-o", str(path)]
         assert main.status(command) == 0, words
         made[words] = path
     return made

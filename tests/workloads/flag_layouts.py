@@ -13,6 +13,7 @@ EXPERTS = {
     **DENSE,
     **{"model": "qwen3-30b-a3b", "num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 64},
 }
+WIDE = {"hidden_size": 256, "head_dim": 16}  # rows that DeepEP takes across hosts
 SHALLOW = DENSE | {"num_layers": 2}
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
 STAGE3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
@@ -59,6 +60,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         EXPERTS
         | {"world_size": 8, "ep": 4, "tp": 2, "sequence_parallel": True}
         | {"moe_router_load_balancing_type": "global_aux_loss"},
+        EXPERTS | {"world_size": 8, "ep": 4, "moe_token_dispatcher_type": "flex"} | WIDE,
         DENSE | {"world_size": 8, "tp": 2, "gbs": 8, "fp8_format": "hybrid"} | SHARDED,
         DENSE
         | {"world_size": 8, "gbs": 8, "fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
@@ -145,6 +147,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.1,),
     "gradient_clipping": (0.0,),
     "moe_expert_capacity_factor": (0.5,),
+    "moe_deepep_gpus_per_host": (2,),
     "recompute_some": (2,),
     "recompute_every": (2,),
     "allgather_bucket_size": (20_000,),
@@ -164,11 +167,14 @@ WITHOUT_EFFECT = {
     "allgather_bucket_size": "DeepSpeed 0.19.8 gathers all weights in one call; help says so",
     "account_for_loss_in_pipeline_split": "a last stage has one layer less without it, too",
     "fp4_recipe": "there is one",
+    "moe_flex_dispatcher_backend": "there is one whose messages are modelled",
 }
 # Settings of PyTorch's rules that change times by data sheet: predictions/test_costs.py.
 OF_TIMES = ("attention_backend", "compile")
 # Options of any framework: the job, and a value of each.
 MEGATRON = {"framework": "megatron", "world_size": 8, "gbs": 32}
+HOPS = MEGATRON | WIDE | {"ep": 8, "moe_token_dispatcher_type": "flex"}
+HOPS |= {"moe_deepep_gpus_per_host": 2}
 OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "model": (DENSE | MEGATRON, "qwen3-8b"),
     "scale": (MEGATRON | {"model": "llama-3.1-8b"}, "1/4"),
@@ -198,6 +204,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "shared_experts": (EXPERTS | MEGATRON, 1),
     "shared_ffn_hidden_size": (EXPERTS | MEGATRON, 64),
     "router_bias": (EXPERTS | MEGATRON, True),
+    "expert_groups": (EXPERTS | HOPS | {"top_groups": 1, "expert_groups": 2}, 4),
+    "top_groups": (EXPERTS | HOPS | {"expert_groups": 4}, 1),
     "q_lora_rank": (MEGATRON | {"model": "deepseek-v3", "num_layers": 4}, 64),
     "kv_lora_rank": (MEGATRON | {"model": "deepseek-v3", "num_layers": 4}, 64),
     "qk_rope_head_dim": (MEGATRON | {"model": "deepseek-v3", "num_layers": 4}, 32),
@@ -214,6 +222,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "mbs": (DENSE | MEGATRON, 2),
     "dtype": (DENSE | MEGATRON, "fp16"),
     "precision": (DENSE | MEGATRON, "fp8"),
+    "imbalance": (EXPERTS | MEGATRON | {"ep": 4}, 1.5),
     "framework": (DENSE | {"world_size": 8}, "fsdp"),
 }
 OUTPUT = {

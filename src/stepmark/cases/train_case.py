@@ -342,6 +342,8 @@ class TrainCase:
     model_file: str = field_of(None, "", shown=None)
     num_layers: int | None = field_of(None, None, shown=None)
     labels: tuple[Label, ...] = field_of(None, (), shown=None)
+    # Rows of the fullest rank's experts / the mean: of a predicted job, `train` has none.
+    imbalance: float = field_of(None, 1.0, shown=None)
 
     @property
     def family(self) -> str:

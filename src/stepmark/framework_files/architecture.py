@@ -46,6 +46,8 @@ def widths_of(model: ModelConfig) -> Options:
             "dense_layers": moe.first_dense_layers,
             "router_bias": moe.router_bias,
         }
+        if moe.num_groups > 1:
+            widths |= {"expert_groups": moe.num_groups, "top_groups": moe.top_groups}
         if moe.num_shared_experts:
             widths["shared_ffn_hidden_size"] = moe.shared_ffn_hidden_size
     if model.num_mtp_layers:
@@ -66,7 +68,7 @@ def _unsaid_fields(model: ModelConfig) -> Iterator[str]:
         yield "norm"
 
 
-_ROUTING = ("scoring", "num_groups", "top_groups")  # which changes no shape
+_ROUTING = ("scoring", "num_groups", "top_groups")  # which change no shape
 
 
 NAMES = (
@@ -75,5 +77,5 @@ NAMES = (
     *("qkv_bias", "qk_norm", "untied", "num_experts", "top_k", "moe_ffn_hidden_size"),
     *("dense_layers", "router_bias", "shared_ffn_hidden_size", "q_lora_rank"),
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    "num_mtp_layers",
+    *("num_mtp_layers", "expert_groups", "top_groups"),
 )

@@ -124,9 +124,12 @@ def _prepare(keys: Keys) -> Keys:
     for name in _LISTS:
         if name in keys:
             keys[name] = ",".join(keys[name].split())
-    if keys.get("moe-token-dispatcher-type") == "flex":
-        keys["moe-token-dispatcher-type"] = "alltoall"
-        keys.setdefault("moe-flex-dispatcher-backend", "deepep")
+    backend = keys.get("moe-flex-dispatcher-backend", "deepep")
+    if backend != "deepep":
+        del keys["moe-flex-dispatcher-backend"]
+        if keys.get("moe-token-dispatcher-type") == "flex":
+            keys["moe-token-dispatcher-type"] = "alltoall"
+            keys["flex-dispatcher-of-another-backend"] = backend
     if keys.get("moe-router-load-balancing-type") == "sinkhorn":
         keys["moe-router-load-balancing-type"] = "none"
         keys["sinkhorn"] = "true"

@@ -39,6 +39,8 @@ _MODEL = {
     "mtp-num-layers": Entry(option="num_mtp_layers"),
     "num-experts": Entry(option="num_experts"),
     "moe-router-topk": Entry(option="top_k"),
+    "moe-router-num-groups": Entry(option="expert_groups"),
+    "moe-router-group-topk": Entry(option="top_groups"),
     "moe-ffn-hidden-size": Entry(option="moe_ffn_hidden_size"),
     "moe-layer-freq": Entry(option="dense_layers"),
     "moe-shared-expert-intermediate-size": Entry(option="shared_ffn_hidden_size"),
@@ -109,7 +111,10 @@ _SETTINGS = {
     **same("hierarchical-context-parallel-sizes"),
     "moe-token-dispatcher-type": Entry(
         option="moe_token_dispatcher_type",
-        values={"allgather": "allgather", "alltoall": "alltoall"},
+        values={name: name for name in ("allgather", "alltoall", "flex")},
+    ),
+    "moe-flex-dispatcher-backend": Entry(
+        option="moe_flex_dispatcher_backend", values={"deepep": "deepep"}
     ),
     "moe-router-dtype": Entry(
         option="moe_router_dtype", values={"fp32": "fp32", "fp64": "fp64", "model": "model"}
@@ -285,7 +290,7 @@ _WITHOUT_EFFECT = {
         "which experts are chosen",
         """
         moe-router-bias-update-rate moe-router-force-biased moe-router-force-load-balancing
-        moe-router-group-topk moe-router-num-groups moe-router-pre-softmax
+        moe-router-pre-softmax
         moe-router-quantile-balancing-ema moe-router-score-function
         moe-router-topk-scaling-factor moe-token-drop-policy moe-enable-routing-replay
         moe-upcycling-granularity moe-use-upcycling
@@ -294,6 +299,7 @@ _WITHOUT_EFFECT = {
     **without_effect(
         "what is fused or chosen in any case",
         """
+        moe-enable-deepep
         attention-softmax-in-fp32 apply-residual-connection-post-layernorm bias-gelu-fusion
         enable-experimental fake-process-group lazy-mpu-init local-rank manual-gc
         manual-gc-interval disable-manual-gc-eval no-manual-gc-eval
@@ -436,13 +442,14 @@ _UNMODELLED = {
     **unmodelled(
         "tokens are exchanged by NCCL's all-to-all",
         """
-        moe-deepep-num-sms moe-enable-deepep moe-flex-dispatcher-backend
+        flex-dispatcher-of-another-backend
         moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute
         moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms
         moe-hybridep-num-sms-preprocessing moe-hybridep-pad-uneven-dispatch-inputs
         moe-ncclep-zero-copy moe-permute-fusion-into-hybridep
         """,
     ),
+    **unmodelled("DeepEP takes no multiprocessors from computation", "moe-deepep-num-sms"),
     **unmodelled(
         "the router has neither noise nor this loss or padding",
         """

@@ -6,13 +6,14 @@ from functools import cached_property
 from typing import Any
 
 from stepmark.cases.training import Recompute
+from stepmark.layouts.plan_options import ALL_TO_ALL, TWO_HOP
 from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.step.workload import Workload
 from stepmark.step_memory import workload_memory
 from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
-from stepmark.workloads.rules.megatron.settings import CpComm, Granularity
+from stepmark.workloads.rules.megatron.settings import CpComm, Dispatcher, Granularity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,16 @@ class Candidate:
         kind = self.settings.cp_comm_type if self.is_megatron else CpComm.P2P
         return "" if kind is CpComm.P2P or self.parallel.cp == 1 else str(kind)
 
+    @property
+    def dispatch(self) -> str:
+        """How tokens go to experts on other ranks, as a word; "": none do."""
+        if self.job.model.moe is None or self.parallel.ep == 1:
+            return ""
+        is_flex = self.is_megatron and (
+            self.settings.moe_token_dispatcher_type is Dispatcher.FLEX
+        )
+        return TWO_HOP if is_flex else ALL_TO_ALL
+
     @cached_property
     def axes(self) -> Mapping[str, Any]:
         """What layouts differ in, but for the data ranks, which the others leave."""
@@ -91,6 +102,7 @@ class Candidate:
             "cp": own.cp,
             "cp_comm_type": self.exchange,
             "ep": own.ep,
+            "dispatch": self.dispatch,
             "dp_replicate": own.dp_replicate,
             "mbs": self.job.mbs,
             "recompute": self.recompute,

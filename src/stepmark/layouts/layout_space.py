@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.layer_kinds import stages_of
-from stepmark.layouts.plan_options import BOTH, EXCHANGES, PlanOptions
+from stepmark.layouts.plan_options import ALL_TO_ALL, BOTH, EXCHANGES, TWO_HOP, PlanOptions
 from stepmark.model.model import ModelConfig
 from stepmark.model.parallel import PipelineSchedule
+from stepmark.model.systems import IN_HOST
 from stepmark.workloads import workload_flags
 from stepmark.workloads.job import Job
 from stepmark.workloads.models import read_models
@@ -102,8 +103,28 @@ class LayoutSpace:
             of_framework = _of_megatron if framework == "megatron" else _of_pytorch
             for each in axes:
                 data_ranks = self.num_gpus // (each.tp * each.pp * each.cp)
-                for own in of_framework(self.options, self.model, each, data_ranks):
-                    yield from self._accepted(framework, cls, {**each._asdict(), **own})
+                for own, dispatch in itertools.product(
+                    of_framework(self.options, self.model, each, data_ranks),
+                    self._dispatches(framework, each),
+                ):
+                    values = {**each._asdict(), **own, **dispatch}
+                    yield from self._accepted(framework, cls, values)
+
+    def _dispatches(self, framework: str, axes: Axes) -> Iterator[dict[str, Any]]:
+        """Yield options of the exchange of tokens. Without ep no rank has more than others."""
+        options = self.options
+        if axes.ep == 1:
+            yield {}
+            return
+        imbalance = {} if options.imbalance == 1 else {"imbalance": options.imbalance}
+        if ALL_TO_ALL in options.dispatch:
+            yield imbalance
+        if TWO_HOP in options.dispatch and framework == "megatron":
+            flex = {"moe_token_dispatcher_type": "flex"}
+            if self.gpus_per_host == IN_HOST:
+                yield {**imbalance, **flex}
+            else:
+                yield {**imbalance, **flex, "moe_deepep_gpus_per_host": self.gpus_per_host}
 
     def _accepted(
         self, framework: str, cls: Any, values: Mapping[str, Any]
@@ -134,6 +155,9 @@ class LayoutSpace:
 
 def model_of(options: PlanOptions) -> ModelConfig:
     """Return the model. Raises ConfigError."""
+    if options.framework == "pytorch" and options.dispatch != (ALL_TO_ALL,):
+        allowed = "alltoall with PyTorch's layouts"
+        raise ConfigError("dispatch", ",".join(options.dispatch), allowed)
     models = read_models(",".join(options.models))
     if len(models) != 1:
         raise ConfigError("model", ", ".join(options.models) or None, "one model")
@@ -141,6 +165,10 @@ def model_of(options: PlanOptions) -> ModelConfig:
     if model.num_mtp_layers:  # steps of few layers would have another layer inside
         allowed = "one without multi-token prediction (`stepmark predict` has it)"
         raise ConfigError("model", model.name, allowed)
+    if model.moe is None and (options.imbalance > 1 or options.dispatch != (ALL_TO_ALL,)):
+        name = "imbalance" if options.imbalance > 1 else "dispatch"
+        value = options.imbalance if options.imbalance > 1 else ",".join(options.dispatch)
+        raise ConfigError(name, value, "left out for a model without experts")
     if not all(layer.has_kv for layer in model.pattern):
         what = "keys and values of their own, since plan estimates kinds of layers one by one"
         raise ConfigError("model", model.name, f"one whose layers have {what}")

@@ -19,7 +19,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import format_time
 from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.layout_files import FORMAT_OF
-from stepmark.layouts.plan_options import PlanOptions
+from stepmark.layouts.plan_options import TWO_HOP, PlanOptions
 from stepmark.layouts.small_steps import without_pipeline
 from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.measure import measure_quietly
@@ -49,6 +49,9 @@ def check_machine(options: PlanOptions) -> None:
         raise ConfigError("verify", options.verify, allowed)
     if options.packing is not None:
         allowed = "left out with --packing: `stepmark train` packs no sequences"
+        raise ConfigError("verify", options.verify, allowed)
+    if options.imbalance > 1 or TWO_HOP in options.dispatch:
+        allowed = "left out with --imbalance and --dispatch two-hop, which PyTorch cannot train"
         raise ConfigError("verify", options.verify, allowed)
     here = machine(None)
     device = find_device_by_alias(options.device)

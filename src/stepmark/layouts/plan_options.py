@@ -23,6 +23,9 @@ from stepmark.predictions.training_run import GpuHourPrices, Tokens
 
 BOTH = "both"
 SCHEDULES = ("1f1b", "zb1p", "zbv", "dualpipev")
+ALL_TO_ALL = "alltoall"
+TWO_HOP = "two-hop"
+DISPATCHES = (ALL_TO_ALL, TWO_HOP)
 RECOMPUTED = ("none", "quarter", "half", "full")  # layers that are recomputed
 EXCHANGES = ("p2p", "a2a", "all_gather")  # of cp; the first is the default
 
@@ -133,6 +136,13 @@ class Ranges:
         default=EXCHANGES[:1],
     )
     ep: WholeNumbers | None = flag("expert parallelism [divisors of the experts up to 64]")
+    dispatch: Annotated[tuple[str, ...], comma_list(words_of(*DISPATCHES))] = flag(
+        "of tokens to experts: alltoall, or Megatron-LM's two-hop (DeepEP)",
+        default=(ALL_TO_ALL,),
+    )
+    imbalance: Annotated[float, between(1.0, 1024.0)] = flag(
+        "rows of the fullest rank's experts / the mean of ep ranks", default=1.0
+    )
     mbs: WholeNumbers | None = flag("sequences per micro-batch [1,2,4,8]")
     recompute: Annotated[tuple[str, ...], comma_list(words_of(*RECOMPUTED))] = flag(
         "layers that are recomputed", default=RECOMPUTED

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepmark.ground.units import GIB, format_time
 from stepmark.layouts.layout_search import LayoutSearch
-from stepmark.layouts.plan_options import EXCHANGES, PlanOptions
+from stepmark.layouts.plan_options import EXCHANGES, TWO_HOP, PlanOptions
 from stepmark.predictions.prediction_grid import Row
 from stepmark.predictions.prediction_text import anchor_lines
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
@@ -88,7 +88,8 @@ def place(row: Row) -> str:
     degrees += [f"cp by {row['cp_comm_type']}"] if row["cp_comm_type"] else []
     replicas = row["dp_replicate"]
     replicated = [f"{replicas} replicas of the shards"] if replicas > 1 else []
-    return ", ".join((row["framework"], *degrees, *schedule, *replicated, again))
+    hops = [TWO_HOP] if row["dispatch"] == TWO_HOP else []
+    return ", ".join((row["framework"], *degrees, *schedule, *hops, *replicated, again))
 
 
 def _figures(row: Row) -> str:
@@ -191,12 +192,14 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     exchanges = any(row["cp_comm_type"] for row in rows)
     several = len({row["gpus"] for row in rows}) > 1
     has_schedules = any(row["pp_schedule"] != _PLAIN for row in rows)
+    has_hops = any(row["dispatch"] == TWO_HOP for row in rows)
     return [
         *([given("gpus", COUNT, "GPUs")] if several else []),
         given("framework", TEXT, "rules", _framework),
         *(given(name, COUNT) for name in chosen),
         *([given("pp_schedule", TEXT, "schedule")] if has_schedules else []),
         *([given("cp_comm_type", TEXT, "cp by")] if exchanges else []),
+        *([given("dispatch", TEXT)] if has_hops else []),
         given("dp", COUNT, words=_data_ranks),
         given("mbs", COUNT),
         given("recompute", TEXT, "ckpt"),

@@ -3,6 +3,7 @@
 - layers.py, model.py: layers and their parts; a transformer of them, with parameter counts.
 - scans.py: FLOPs of layers that carry a state. scale.py: smaller widths.
 - packing.py: lengths of the pieces from which sequences are packed.
+- routing.py: how many hosts and ranks the experts of a token are on.
 - model_tables.py, model_names.py: built-in models and files like theirs; names of models.
 - parallel.py, product_precision.py: degrees of the axes of a layout; fp8 and narrower products.
 - ops/: operators by shape, with FLOPs and bytes.

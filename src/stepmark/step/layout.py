@@ -1,5 +1,6 @@
 """Inputs of a tree of modules: what a framework makes of a model, and one micro-batch of it."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -130,7 +131,7 @@ class Inputs:
 
     dtype: of weights and activations. products: of linear layers, where it is another.
     skew: of tokens over experts. expert_rows: of a rank whose experts have a capacity; 0: all
-    rows.
+    rows. imbalance: rows of this rank's experts over the mean of all ranks.
     """
 
     mbs: int
@@ -139,6 +140,11 @@ class Inputs:
     products: ProductPrecision | None = None
     skew: float = 0.0
     expert_rows: int = 0
+    imbalance: float = 1.0
+
+    def fullest(self, size: int) -> int:
+        """Return the size on the rank with the most rows of experts. size: the mean."""
+        return math.ceil(size * self.imbalance)
 
     @property
     def plain_dtype(self) -> DType:

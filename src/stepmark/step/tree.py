@@ -91,12 +91,12 @@ def stage_of_case(case: TrainCase, stage: int) -> Module:
         schedule=case.pp_schedule,
         split=case.pp_split,
     )
-    return _stage(case.model, layout)
+    return _stage(case.model, layout, case.imbalance)
 
 
 @lru_cache(maxsize=64)
-def _stage(model: ModelConfig, layout: ShardLayout) -> Module:
-    return build(model, layout, Inputs(mbs=1, seq_len=model.seq_len))
+def _stage(model: ModelConfig, layout: ShardLayout, imbalance: float) -> Module:
+    return build(model, layout, Inputs(mbs=1, seq_len=model.seq_len, imbalance=imbalance))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -568,8 +568,8 @@ class TreeBuilder:
         )
         width = moe.ffn_hidden_size // self.layout.expert_tp
         outer = moe.latent_size or model.hidden_size
-        copies = moe.top_k * outer
-        inner = moe.top_k * moe.ffn_hidden_size
+        copies = self.inputs.fullest(moe.top_k * outer)
+        inner = self.inputs.fullest(moe.top_k * moe.ffn_hidden_size)
         ups[0] = replace(ups[0], keeps=SavedTensors(divided=copies))
         expert_modules = (
             *self._with_grad_sum(ups, rows, outer),
@@ -633,7 +633,7 @@ class TreeBuilder:
         etp = self.layout.expert_tp
         assert moe is not None
         rows = max(1, self.tokens * moe.top_k * max(etp, self.own_replicas) // self._tp)
-        return self.inputs.expert_rows or rows
+        return self.inputs.expert_rows or self.inputs.fullest(rows)
 
     def linear(self, linear: Linear, role: str) -> Module:
         """Return a linear layer, with its adapter inside where it has one."""

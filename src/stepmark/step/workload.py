@@ -110,7 +110,8 @@ class CommOp:
     """One rank's part of a collective, or one side of a transfer between two stages.
 
     count is that of nccl-tests: elements per rank if the buffer is split among ranks, else of
-    the buffer. For an all_to_all_v it is the average part, as in balanced routing.
+    the buffer. For an all_to_all_v it is the average part, as in balanced routing, or that of
+    the fullest rank.
     """
 
     collective: str  # a Collective, or send, recv

@@ -65,6 +65,7 @@ def case_of(job: Job, settings: PyTorch) -> TrainCase:
         pp_stages=settings.pp_stages,
         pp_microbatches=parts if axes.pp > 1 else 0,
         pp_split=settings.pp_split,
+        imbalance=job.imbalance,
     )
 
 

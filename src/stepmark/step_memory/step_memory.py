@@ -16,9 +16,9 @@ from stepmark.step_memory.fsdp_memory import FsdpMemory
 from stepmark.step_memory.step_tensors import FP32, Formats, FsdpUnit, UnitBuilder, Weight
 from stepmark.workloads.pipeline import Act, Action
 from stepmark.workloads.rules.pytorch.fsdp_order import FsdpOrder
+from stepmark.workloads.rules.pytorch.narrow_states import moment_bytes
 from stepmark.workloads.rules.pytorch.order import Order, act_of
 from stepmark.workloads.rules.pytorch.schedules import spans
-from stepmark.workloads.rules.pytorch.narrow_states import moment_bytes
 
 # cuBLAS's on Hopper, for the thread of the forward pass and that of the backward pass.
 _WORKSPACES = (32 * MIB, 32 * MIB)

@@ -4,6 +4,7 @@ Parameters are tensors as torch has them; activations are those that modules' `k
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -155,9 +156,11 @@ class UnitBuilder:
             width = model.hidden_size
             output = 0
             if param is not None and len(param.shape) > 1:
-                copies = model.moe.top_k if model.moe and param.is_expert else 1
-                width = copies * param.shape[-1]
-                output = copies * param.shape[-2]
+                copies = 1.0
+                if model.moe and param.is_expert:
+                    copies = model.moe.top_k * self._case.imbalance
+                width = math.ceil(copies * param.shape[-1])
+                output = math.ceil(copies * param.shape[-2])
                 outputs = output // tp + (outputs if follows_product else 0)
                 follows_product = True
             elif param is None:

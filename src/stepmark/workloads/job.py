@@ -130,9 +130,11 @@ class Job(Spread):
     """
 
     model: ModelConfig
+    imbalance: float = 1.0  # rows of the fullest rank's experts / the mean of all ranks'
 
     def __post_init__(self) -> None:
         Spread.__post_init__(self)
+        self._check_imbalance()
         if self.model.seq_len % (2 * self.parallel.cp if self.parallel.cp > 1 else 1):
             raise ConfigError(
                 "seq-len", self.model.seq_len, f"a multiple of 2 x cp ({2 * self.parallel.cp})"
@@ -140,6 +142,20 @@ class Job(Spread):
         # Megatron-LM alone takes more ranks than KV heads, and divides sequences with windows;
         # torch's rules check again.
         self.parallel.check(self.model, shares_kv_heads=True, has_windows=True)
+
+    def _check_imbalance(self) -> None:
+        """Raise ConfigError for more rows than tokens have for the experts of a rank."""
+        moe = self.model.moe
+        if moe is None:
+            most, why = 1.0, "for a model without experts"
+        else:
+            ep = self.parallel.ep
+            # All tokens of ep ranks use as many of its experts as they can.
+            most = ep * min(moe.top_k, moe.num_experts // ep) / moe.top_k
+            why = f"with ep {ep}, where a token uses {moe.top_k} of {moe.num_experts} experts"
+        if not 1 <= self.imbalance <= most:
+            allowed = f"from 1 to {most:g} {why}" if most > 1 else f"1 {why}"
+            raise ConfigError("imbalance", self.imbalance, allowed)
 
     @property
     def name(self) -> str:
@@ -166,6 +182,7 @@ class Job(Spread):
             seq_len=self.model.seq_len,
             dtype=self.dtype,
             products=self.products,
+            imbalance=self.imbalance,
         )
         layout = ShardLayout(axes=self.parallel, fused=FUSED[framework])
         return TreeBuilder(model=self.model, layout=replace(layout, **changes), inputs=inputs)

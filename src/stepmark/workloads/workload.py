@@ -215,7 +215,10 @@ def _job(
     }
     if not workload_model.is_own(options.model):
         model, notes = workload_model.choose(options, framework, options.tp or 1)
-        return Job(model=model, **spread), notes
+        imbalance = 1.0 if options.imbalance is None else options.imbalance
+        return Job(model=model, imbalance=imbalance, **spread), notes
+    if options.imbalance not in (None, 1.0):
+        raise ConfigError("imbalance", options.imbalance, "1 for a model that is no decoder")
     Spread(**spread)  # validates batches before the user's function gets them
     seq_len = workload_model.own_seq_len(options)
     batch = Batch(

@@ -325,12 +325,16 @@ def _with_experts(
         "moe_ffn_hidden_size": "ffn_hidden_size",
         "dense_layers": "first_dense_layers",
         "router_bias": "router_bias",
+        "expert_groups": "num_groups",
+        "top_groups": "top_groups",
     }
     fields = {
         field: value
         for name, field in names.items()
         if (value := getattr(options, name)) is not None
     }
+    if options.expert_groups is not None:
+        fields.setdefault("top_groups", options.expert_groups)  # no limit
     if (shared := options.shared_experts) is not None:
         width = fields.get("ffn_hidden_size") or (model.moe or model).ffn_hidden_size
         fields |= {"num_shared_experts": shared, "shared_ffn_hidden_size": shared * width}

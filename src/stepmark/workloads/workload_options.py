@@ -137,6 +137,18 @@ class Experts:
         "--moe-shared-expert-intermediate-size",
         rare=True,
     )
+    expert_groups: int | None = flag(
+        "groups of experts, of which a token uses --top-groups [1]",
+        "--expert-groups",
+        "--moe-router-num-groups",
+        rare=True,
+    )
+    top_groups: int | None = flag(
+        "groups whose experts a token uses [all]",
+        "--top-groups",
+        "--moe-router-group-topk",
+        rare=True,
+    )
     router_bias: bool | None = flag(
         "a bias of each expert in the router",
         "--router-bias/--no-router-bias",
@@ -179,6 +191,9 @@ class Layout(Axes):
     dtype: str | None = flag("of weights and activations [bf16]")
     precision: Annotated[str, words_of("bf16", *NARROW)] | None = flag(
         "of linear layers' products, over --dtype bf16 [as --dtype]"
+    )
+    imbalance: float | None = flag(
+        "rows of the fullest rank's experts / the mean of ep ranks [1]"
     )
 
 

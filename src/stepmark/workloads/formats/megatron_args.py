@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from stepmark.framework_files import megatron
 from stepmark.step.workload import Workload
-from stepmark.workloads.formats.framework_keys import keys_of
+from stepmark.workloads.formats.framework_keys import keys_of, routing_omissions
 
 
 def check(workload: Workload) -> None:
@@ -18,5 +18,5 @@ def write(workload: Workload) -> Iterator[str]:
 
 
 def omissions(workload: Workload, stages: Sequence[int]) -> Iterator[str]:
-    """Yield nothing: reading the file generates the same workload."""
-    yield from ()
+    """Yield what no argument decides; else reading the file generates the same workload."""
+    yield from routing_omissions(workload)

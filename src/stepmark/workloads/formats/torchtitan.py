@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from stepmark.framework_files import torchtitan
 from stepmark.step.workload import Workload
-from stepmark.workloads.formats.framework_keys import keys_of
+from stepmark.workloads.formats.framework_keys import keys_of, routing_omissions
 
 
 def check(workload: Workload) -> None:
@@ -21,6 +21,7 @@ def write(workload: Workload) -> Iterator[str]:
 
 def omissions(workload: Workload, stages: Sequence[int]) -> Iterator[str]:
     """Yield what torchtitan does otherwise."""
+    yield from routing_omissions(workload)
     if _FUSED in keys_of(workload, torchtitan.TABLE):
         yield "fuse-qkv: q, k and v are three products (--no-fuse-qkv)"
 

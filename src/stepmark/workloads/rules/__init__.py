@@ -76,6 +76,11 @@ class Rule:
             if field.name not in own or idle_with(field, values)
         }
         settings = {name: value for name, value in values.items() if name not in idle}
+        imbalance = getattr(arguments[0], "imbalance", 1.0)
+        notes = workload.notes
+        if imbalance > 1:
+            settings["imbalance"] = imbalance
+            notes = (*notes, _IMBALANCE.format(imbalance))
         # Megatron-LM has them under its own names.
         if "micro_batch_size" not in settings:
             job = arguments[0]
@@ -85,7 +90,7 @@ class Rule:
             if job.products is not None:
                 of_job["products"] = job.products.dtype.value
             settings = {**of_job, **settings}
-        return dataclasses.replace(workload, settings=settings)
+        return dataclasses.replace(workload, settings=settings, notes=notes)
 
     def job_of(self, workload: Workload) -> tuple[Job, Any] | None:
         """Return the job and the settings of a workload of this rule; None: it has no decoder.
@@ -121,6 +126,7 @@ class Rule:
                 gbs=workload.num_sequences,
                 dtype=dtype,
                 products=next((of_operators(op.dtype, op.scaling) for op in narrow), None),
+                imbalance=msgspec.convert(given.get("imbalance", 1.0), type=float),
             )
             if job.num_microbatches != workload.num_microbatches:  # on a part of its ranks
                 return None
@@ -134,6 +140,11 @@ class Rule:
         return getattr(_imported(module), name)
 
 
+_IMBALANCE = (
+    "experts: the program is that of a rank whose experts get {:g} x the mean rows, each as"
+    " many, in every layer and micro-batch; the others wait for it, so FLOPs per GPU, message"
+    " sizes and memory are those of the fullest rank"
+)
 # Axes of the mesh by their names in Megatron-LM; other rules have ours.
 _AXES = {
     "tp": "tensor_model_parallel_size",

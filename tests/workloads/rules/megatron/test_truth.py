@@ -204,6 +204,10 @@ def test_all_ways_to_train_are_there() -> None:
         "lora_targets",
         "make_vocab_size_divisible_by",
         "accumulate_allreduce_grads_in_fp32",  # with fp16 and the default, no: not recorded
+        # DeepEP runs on GPUs with NVLink and a network; a job of ours has its dispatch in fp8.
+        "moe_flex_dispatcher_backend",
+        "moe_deepep_gpus_per_host",
+        "dispatch_dtype",
         # Kernels, which send nothing.
         "attention_backend",
         "attention_dropout",

@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 
 from stepmark.model.ops import Phase
 from stepmark.step.workload import ComputeOp, Operation
+from stepmark.workloads.rules.megatron import deepep
 from stepmark.workloads.rules.megatron.steps import Step, backward, forward
 
-_EXCHANGES = "ep"
+_EXCHANGES = ("ep", deepep.ACROSS_HOSTS, deepep.IN_HOST)  # streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +92,8 @@ def _cut(operations: Sequence[Operation]) -> tuple[tuple[Operation, ...], ...]:
     ends = [
         index + 1
         for index, op in enumerate(operations)
-        if op.stream == _EXCHANGES
-        and (index + 1 == len(operations) or operations[index + 1].stream != _EXCHANGES)
+        if op.stream in _EXCHANGES
+        and (index + 1 == len(operations) or operations[index + 1].stream not in _EXCHANGES)
     ]
     first, second = ends
     return (

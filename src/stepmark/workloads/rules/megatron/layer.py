@@ -18,24 +18,30 @@ padded to capacity.
 Compared with a run of megatron-core in which routing is even (tests/data/megatron).
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
-from stepmark.model.layers import Layer, MoeConfig
+from stepmark.model.layers import Layer
 from stepmark.model.ops import Phase
 from stepmark.step.kernel_choice import CORE, memory_kernel
 from stepmark.step.layout import is_cast
 from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation
-from stepmark.workloads.job import DUAL
 from stepmark.workloads.rules.megatron import lora, narrow, userbuffers
 from stepmark.workloads.rules.megatron.context_parallel import core
+from stepmark.workloads.rules.megatron.dispatch import (
+    Exchange,
+    combine,
+    dispatch,
+    exchange,
+    exchanges,
+    moe_of,
+)
 from stepmark.workloads.rules.megatron.plan import Plan
-from stepmark.workloads.rules.megatron.settings import Balancing, Dispatcher
+from stepmark.workloads.rules.megatron.settings import Balancing
 from stepmark.workloads.rules.megatron.steps import Step, awaiting, of_leaf
 
 
@@ -359,212 +365,10 @@ def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
     yield column(plan, parts["kv_up"], mla.kv_lora_rank)
 
 
-_Pair = tuple[tuple[Operation, ...], tuple[Operation, ...]]
-
-
-def moe_of(plan: Plan) -> MoeConfig:
-    """Return the experts of a model that has them."""
-    assert plan.model.moe is not None
-    return plan.model.moe
-
-
-def _routed_width(plan: Plan) -> int:
-    """Return the width of the rows that are sent to experts."""
-    return moe_of(plan).latent_size or plan.model.hidden_size
-
-
-def exchange(
-    plan: Plan,
-    kind: Collective,
-    elements: int,
-    group: str,
-    module: str,
-    phase: Phase,
-    dtype: DType | None = None,
-) -> tuple[CommOp, ...]:
-    """Return a collective; average parts of an uneven exchange are rounded up."""
-    if kind is not Collective.ALL_REDUCE:
-        size = plan.size(group)
-        elements = math.ceil(elements / size) * size
-    return plan.inside(kind, elements, group, phase, module, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """A module whose backward pass reverses the forward pass, step by step."""
-
-    plan: Plan
-    module: str
-
-    def step(self, *pairs: _Pair) -> Step:
-        return Step(
-            module=self.module,
-            fwd=tuple(op for fwd, _ in pairs for op in fwd),
-            bwd=tuple(op for _, bwd in reversed(pairs) for op in bwd),
-        )
-
-    def overlapped(
-        self,
-        before: Iterable[_Pair],
-        sent: Iterable[_Pair],
-        after: Iterable[_Pair],
-        late: Iterable[_Pair] = (),
-    ) -> tuple[Step, Step]:
-        """Return the steps before and after an exchange that other computation runs beside.
-
-        Each issues the exchange of its pass last, and waits for that of the other pass first.
-        late: messages that the backward pass sends only when it would wait.
-        """
-        forward = self.module
-        backward = f"{self.module}.grad"
-        first = self.step(*sent)
-        second = self.step(*late)
-        fwd = _asynchronous((*first.fwd, *second.fwd), forward)
-        bwd = _asynchronous(first.bwd, backward)
-        last = _asynchronous(second.bwd, backward)
-        begin = self.step(*before)
-        end = self.step(*after)
-        if not fwd:
-            return begin, end
-        has_come = awaiting(forward, Phase.FWD, self.module)
-        has_come_back = awaiting(backward, Phase.BWD, self.module)
-        return (
-            replace(begin, fwd=(*begin.fwd, *fwd), bwd=(*last, has_come_back, *begin.bwd)),
-            replace(end, fwd=(has_come, *end.fwd), bwd=(*end.bwd, *bwd)),
-        )
-
-    def send(
-        self, kind: Collective, elements: int, group: str, dtype: DType | None = None
-    ) -> _Pair:
-        """Return a collective, and its dual for the backward pass."""
-        plan = self.plan
-        module = self.module
-        dual = DUAL.get(kind, kind)
-        return (
-            exchange(plan, kind, elements, group, module, Phase.FWD, dtype),
-            exchange(plan, dual, elements, group, module, Phase.BWD, dtype),
-        )
-
-    def ep(self, width: int, dtype: DType | None = None) -> _Pair:
-        kind = Collective.ALL_TO_ALL if _is_even(self.plan) else Collective.ALL_TO_ALL_V
-        return self.send(kind, self.plan.expert_rows * width, "ep", dtype)
-
-    def etp(self, kind: Collective, width: int, dtype: DType | None = None) -> _Pair:
-        return self.send(kind, self.plan.expert_rows * width * self.plan.etp, "etp", dtype)
-
-    def permute(
-        self, rows: int, forward: str = "permute", backward: str = "unpermute"
-    ) -> _Pair:
-        """Return kernels that reorder rows."""
-        num_bytes = 2 * rows * _routed_width(self.plan) * self.plan.job.dtype.itemsize
-
-        def kernel(name: str, phase: Phase) -> tuple[ComputeOp, ...]:
-            op = Kernel(name=name, flops=0, bytes_moved=num_bytes)
-            return (ComputeOp(op=op, phase=phase, module=self.module, layer=0, microbatch=0),)
-
-        return kernel(forward, Phase.FWD), kernel(backward, Phase.BWD)
-
-    def by_expert(self) -> _Pair:
-        """Return sort_chunks_by_idxs, or a transpose if experts are padded to capacity."""
-        if moe_of(self.plan).num_experts == self.plan.size("ep"):
-            return (), ()
-        return self.permute(self.plan.expert_rows * self.plan.etp, "sort_chunks", "sort_chunks")
-
-
-def _asynchronous(ops: Iterable[Operation], name: str) -> tuple[Operation, ...]:
-    return tuple(replace(op, stream="ep", name=name) for op in ops)
-
-
-def _is_even(plan: Plan) -> bool:
-    return plan.settings.moe_pad_expert_input_to_capacity
-
-
-def all_to_all(plan: Plan) -> tuple[Step, Step]:
-    """Return dispatch of rows and probabilities over ep, then over experts' tp, and combine."""
-    to_experts = _Exchange(plan, "mlp.dispatch")
-    from_experts = _Exchange(plan, "mlp.combine")
-    counts, parts = _dispatch(plan, to_experts)
-    return (
-        to_experts.step(counts, *parts.before, *parts.sent, *parts.after),
-        from_experts.step(*_combine(plan, from_experts).all),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What comes before an exchange over ep, the exchange, and what comes after it."""
-
-    before: tuple[_Pair, ...]
-    sent: tuple[_Pair, ...]
-    after: tuple[_Pair, ...]
-
-    @property
-    def all(self) -> tuple[_Pair, ...]:
-        return (*self.before, *self.sent, *self.after)
-
-
-def _dispatch(plan: Plan, exchange: _Exchange) -> tuple[_Pair, _Parts]:
-    """Return the exchange of counts, and the dispatch.
-
-    Without padding to capacity the ranks first exchange the number of rows for each expert.
-    """
-    hidden = _routed_width(plan)
-    probs = plan.probs_dtype
-    gather = Collective.ALL_GATHER
-    counts = moe_of(plan).num_experts * plan.size("tp_ep")
-    count_exchange = exchange.send(gather, counts, "tp_ep", DType.INT64)[0]
-    parts = _Parts(
-        before=(exchange.permute(plan.expert_rows),),
-        sent=(exchange.ep(hidden), exchange.ep(1, probs)),
-        after=(
-            exchange.etp(gather, hidden),
-            exchange.etp(gather, 1, probs),
-            exchange.by_expert(),
-        ),
-    )
-    return (() if _is_even(plan) else count_exchange, ()), parts
-
-
-def _combine(plan: Plan, exchange: _Exchange) -> _Parts:
-    """Return the combine, whose sum over experts' tp is in the probabilities' type."""
-    hidden = _routed_width(plan)
-    return _Parts(
-        before=(
-            exchange.by_expert(),
-            exchange.etp(Collective.REDUCE_SCATTER, hidden, plan.probs_dtype),
-        ),
-        sent=(exchange.ep(hidden),),
-        after=(exchange.permute(plan.expert_rows, "unpermute", "permute"),),
-    )
-
-
-def all_gather(plan: Plan) -> tuple[Step, Step]:
-    """Return the gather of all tokens over tp and ep, and the scatter of their sums."""
-    to_experts = _Exchange(plan, "mlp.dispatch")
-    from_experts = _Exchange(plan, "mlp.combine")
-    hidden = _routed_width(plan)
-    probs = plan.probs_dtype
-    experts = moe_of(plan).num_experts
-    rows = plan.own_tokens * plan.size("tp_ep")
-    local = plan.expert_rows * plan.etp
-    gather = Collective.ALL_GATHER
-    dispatch = to_experts.step(
-        (to_experts.send(gather, rows * experts, "tp_ep", DType.UINT8)[0], ()),
-        to_experts.send(gather, rows * experts, "tp_ep", probs),
-        to_experts.send(gather, rows * hidden, "tp_ep"),
-        to_experts.permute(local),
-    )
-    combine = from_experts.step(
-        from_experts.permute(local, "unpermute", "permute"),
-        from_experts.send(Collective.REDUCE_SCATTER, rows * hidden, "tp_ep", probs),
-    )
-    return dispatch, combine
-
-
 def experts(plan: Plan, layer: Layer, *, apart: bool = False) -> tuple[Step, ...]:
     """Return norm, shared.*, router, dispatch, experts.*, combine, residual of one layer.
 
-    apart: exchanges over ep have a stream of their own.
+    apart: exchanges have streams of their own.
     """
     parts = leaves(plan, layer)
     hidden = plan.model.hidden_size
@@ -583,23 +387,7 @@ def experts(plan: Plan, layer: Layer, *, apart: bool = False) -> tuple[Step, ...
     if "mlp.to_latent" in parts:
         steps.append(of_leaf(parts["mlp.to_latent"]))
     inner = [of_leaf(leaf) for name, leaf in parts.items() if name.startswith("mlp.experts")]
-    before: tuple[Step, ...]
-    after: tuple[Step, ...]
-    if apart:
-        to_experts = _Exchange(plan, "mlp.dispatch")
-        from_experts = _Exchange(plan, "mlp.combine")
-        counts, dispatch = _dispatch(plan, to_experts)
-        combine = _combine(plan, from_experts)
-        before = (
-            to_experts.step(counts),
-            *to_experts.overlapped(dispatch.before, dispatch.sent, dispatch.after),
-        )
-        after = from_experts.overlapped(combine.before, combine.sent, combine.after)
-    else:
-        gathers = plan.settings.moe_token_dispatcher_type is Dispatcher.ALLGATHER
-        first, last = all_gather(plan) if gathers else all_to_all(plan)
-        before = (first,)
-        after = (last,)
+    before, after = exchanges(plan, apart=apart)
     return (*steps, *before, *inner, *after, *ends)
 
 
@@ -616,18 +404,16 @@ def _beside_exchanges(plan: Plan, parts: Mapping[str, Module]) -> Iterator[Step]
     dispatch_preprocess, dispatch_postprocess, combine_postprocess).
     """
     yield _router(plan, parts["mlp.router"])
-    to_experts = _Exchange(plan, "mlp.dispatch")
-    from_experts = _Exchange(plan, "mlp.combine")
-    counts, dispatch = _dispatch(plan, to_experts)
-    combine = _combine(plan, from_experts)
-    rows, probs = dispatch.sent
+    to_experts = Exchange(plan, "mlp.dispatch")
+    from_experts = Exchange(plan, "mlp.combine")
+    counts, there = dispatch(plan, to_experts)
+    back = combine(plan, from_experts)
+    rows, probs = there.sent
     # Autograd is told to send rows as soon as it can (set_tensor_grad_fn_sequence_sr).
     begin_dispatch, end_dispatch = to_experts.overlapped(
-        dispatch.before, (rows,), dispatch.after, late=(probs,)
+        there.before, (rows,), there.after, late=(probs,)
     )
-    begin_combine, end_combine = from_experts.overlapped(
-        combine.before, combine.sent, combine.after
-    )
+    begin_combine, end_combine = from_experts.overlapped(back.before, back.sent, back.after)
     *ups, activation, down = (
         leaf for role, leaf in parts.items() if role.startswith("mlp.shared_")
     )
@@ -658,12 +444,12 @@ def _gathered_apart(plan: Plan, leaf: Module) -> tuple[Step, Step]:
     if not gathers:
         return Step(module="mlp.shared", fwd=(), bwd=()), of_leaf(leaf)
     scatters = send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD, name=back)
-    awaited = awaiting(back, Phase.DGRAD, module)
+    awaited = awaiting(Phase.DGRAD, module, back)
     return (
         Step(module=module, fwd=gathers, bwd=(awaited,)),
         Step(
             module=module,
-            fwd=(awaiting(name, Phase.FWD, module), *leaf.fwd),
+            fwd=(awaiting(Phase.FWD, module, name), *leaf.fwd),
             bwd=(*leaf.bwd, *scatters),
         ),
     )
@@ -684,9 +470,9 @@ def _scattered_apart(plan: Plan, leaf: Module) -> tuple[Step, Step]:
         Step(
             module=module,
             fwd=(*leaf.fwd, *scatters),
-            bwd=(awaiting(back, Phase.DGRAD, module), *leaf.bwd),
+            bwd=(awaiting(Phase.DGRAD, module, back), *leaf.bwd),
         ),
-        Step(module=module, fwd=(awaiting(name, Phase.FWD, module),), bwd=gathers),
+        Step(module=module, fwd=(awaiting(Phase.FWD, module, name),), bwd=gathers),
     )
 
 

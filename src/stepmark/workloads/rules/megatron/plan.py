@@ -23,6 +23,7 @@ from stepmark.workloads.job import (
 )
 from stepmark.workloads.pipeline import Pipeline
 from stepmark.workloads.rules.megatron import adam_states, cpu_offload, narrow
+from stepmark.workloads.rules.megatron.deepep import Hops, groups_of, hops_of
 from stepmark.workloads.rules.megatron.pipeline_layout import num_chunks
 from stepmark.workloads.rules.megatron.refusals import refusals
 from stepmark.workloads.rules.megatron.settings import (
@@ -71,19 +72,43 @@ class Plan:
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     @property
-    def expert_rows(self) -> int:
+    def sent_rows(self) -> int:
         """Rows that this rank's own tokens send to experts."""
+        return self._rows(1.0)
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows that the experts of the fullest rank get from as many tokens of each rank."""
+        return self._rows(self.job.imbalance)
+
+    def _rows(self, imbalance: float) -> int:
         if (moe := self.model.moe) is None:
             return 0
-        sent = self.own_tokens * moe.top_k
+        rows = math.ceil(self.own_tokens * moe.top_k * imbalance)
         factor = self.settings.moe_expert_capacity_factor
         if factor is None:
-            return sent
+            return rows
         # get_capacity of moe_utils.py
+        sent = self.own_tokens * moe.top_k
         capacity = math.ceil(sent / moe.num_experts * factor) * moe.num_experts
         return (
-            capacity if self.settings.moe_pad_expert_input_to_capacity else min(sent, capacity)
+            capacity if self.settings.moe_pad_expert_input_to_capacity else min(rows, capacity)
         )
+
+    @property
+    def routed_width(self) -> int:
+        """Width of the rows that are sent to experts."""
+        latent = self.model.moe.latent_size if self.model.moe else 0
+        return latent or self.model.hidden_size
+
+    @property
+    def hops(self) -> Hops | None:
+        """Hops of the flex dispatcher; None: another one exchanges tokens."""
+        if self.model.moe is None:
+            return None
+        ep = self.job.parallel.ep
+        imbalance = self.job.imbalance
+        return hops_of(self.model.moe, self.settings, ep=ep, etp=self.etp, imbalance=imbalance)
 
     @property
     def tree(self) -> TreeBuilder:
@@ -91,7 +116,7 @@ class Plan:
         sequence = self.sequence_parallel
         etp = self.etp
         tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp, lora=self.lora)
-        inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp)
+        inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp, imbalance=1.0)
         return replace(tree, inputs=inputs, kernels=self.kernels)
 
     @property
@@ -208,7 +233,10 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
         job=job, settings=settings, comms=Comms(groups=groups(job, settings), dtype=job.dtype)
     )
     refuse_first(*refusals(plan))
-    return plan
+    if (hops := plan.hops) is None:
+        return plan
+    by_name = {**plan.comms.groups, **groups_of(hops)}
+    return replace(plan, comms=replace(plan.comms, groups=by_name))
 
 
 def _with_chunks(settings: Megatron, pp: int) -> Megatron:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Scaling
+from stepmark.workloads.rules.megatron import deepep
 from stepmark.workloads.rules.megatron.narrow import Fp8Format, Fp8Recipe, has_fp8_attention
 from stepmark.workloads.rules.megatron.settings import (
     STORED_SCORES,
@@ -26,6 +27,8 @@ def refusals(plan: "Plan") -> Iterator[_Refusal]:
     """Yield conditions with the field, its value and what it must be, for refuse_first."""
     yield from _layout_refusals(plan)
     yield from _technique_refusals(plan)
+    yield from deepep.refusals(plan)
+    yield from _imbalance_refusals(plan)
 
 
 def _layout_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
@@ -215,6 +218,14 @@ def _muon_refusals(plan: "Plan") -> Iterator[_Refusal]:
         True,
         "false where tp does not divide the heads of keys, or with gates of attention",
     )
+
+
+def _imbalance_refusals(plan: "Plan") -> Iterator[_Refusal]:
+    """Yield an imbalance of experts that all get their capacity."""
+    imbalance = plan.job.imbalance
+    is_padded = imbalance > 1 and plan.settings.moe_pad_expert_input_to_capacity
+    allowed = "1 with moe_pad_expert_input_to_capacity, with which all experts are full"
+    yield is_padded, "imbalance", imbalance, allowed
 
 
 def _exchange_refusals(plan: "Plan") -> Iterator[_Refusal]:
@@ -444,11 +455,11 @@ def _combined_refusals(plan: "Plan") -> tuple[_Refusal, ...]:
         return ((delays, "delay_wgrad_compute", True, f"only with {name}"),)
     one_chunk = settings.virtual_pipeline_model_parallel_size == 1
     is_full = settings.recompute_granularity is Granularity.FULL
-    has_other = settings.moe_token_dispatcher_type is not Dispatcher.ALLTOALL
+    has_other = settings.moe_token_dispatcher_type is Dispatcher.ALLGATHER
     return (
         (parallel.ep == 1, name, True, "only with ep > 1"),
         (parallel.pp > 1 and one_chunk, name, True, "only with vpp > 1 where pp > 1"),
-        (has_other, name, True, "only with moe_token_dispatcher_type alltoall"),
+        (has_other, name, True, "only with moe_token_dispatcher_type alltoall or flex"),
         (is_full, name, True, "only without full recompute"),
         # The pieces do not call MoELayer.forward, which would recompute.
         ("moe" in settings.modules, name, True, "only without moe in recompute_modules"),

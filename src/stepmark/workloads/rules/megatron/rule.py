@@ -43,9 +43,10 @@ from stepmark.workloads.rules.megatron.chunk import (
     kinds_of,
     last_backward,
 )
+from stepmark.workloads.rules.megatron.deepep import GPUS_PER_HOST
 from stepmark.workloads.rules.megatron.gradients import StageParams
 from stepmark.workloads.rules.megatron.plan import Plan, make_plan
-from stepmark.workloads.rules.megatron.settings import Megatron
+from stepmark.workloads.rules.megatron.settings import DispatchDtype, Megatron
 from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
 from stepmark.workloads.rules.megatron.steps import with_deps
 
@@ -81,6 +82,7 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
             f"each micro-batch's attention mask, {size / 2**30:.4g} GiB, is broadcast over tp;"
             " --no-create-attention-mask-in-dataloader leaves it out"
         )
+    yield from _notes_of_hops(plan)
     if (
         settings.use_distributed_optimizer
         and not settings.overlap_param_gather
@@ -90,6 +92,28 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
         yield (
             "parameters are gathered twice per step: the optimizer of the dense ones and that"
             " of the experts each gather all (ChainedOptimizer); with overlap_param_gather once"
+        )
+
+
+def _notes_of_hops(plan: Plan) -> Iterator[str]:
+    """Yield what the flex dispatcher's messages assume."""
+    hops = plan.hops
+    if hops is None:
+        return
+    reached = f"{hops.num_hosts * hops.host_share:.4g} of {hops.num_hosts} hosts and "
+    if hops.num_hosts == 1:
+        reached = ""
+    reached += f"{hops.num_ranks * hops.rank_share:.4g} of {hops.num_ranks} ranks"
+    yield (
+        f"a token goes to {reached} in the mean, where its router has no preference; DeepEP's"
+        " own buffers are not counted as memory"
+    )
+    if plan.settings.moe_deepep_gpus_per_host != GPUS_PER_HOST:
+        yield f"DeepEP is built for {GPUS_PER_HOST} GPUs of a host (NUM_MAX_NVL_PEERS)"
+    if plan.settings.dispatch_dtype is DispatchDtype.FP8:
+        yield (
+            "dispatch in fp8 is DeepSeek-V3's (core_v0.16.1 dispatches bf16); received rows are"
+            " cast back to bf16 by a kernel of their own"
         )
 
 

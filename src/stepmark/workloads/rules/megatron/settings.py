@@ -22,6 +22,21 @@ class Dispatcher(StrEnum):
 
     ALLTOALL = "alltoall"
     ALLGATHER = "allgather"
+    FLEX = "flex"  # DeepEP's two hops
+
+
+class FlexBackend(StrEnum):
+    """Library of the flex dispatcher."""
+
+    DEEPEP = "deepep"
+    HYBRIDEP = "hybridep"
+
+
+class DispatchDtype(StrEnum):
+    """Type of rows on their way to experts, and of gradients on theirs; sums are in bf16."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"  # with an fp32 scale for 128 elements, as DeepSeek-V3
 
 
 class CpComm(StrEnum):
@@ -117,6 +132,7 @@ _STORED = {"attention_backend": STORED_SCORES}
 _OFFLOADED = {"optimizer_cpu_offload": (True,)}
 _AWARE = {"use_precision_aware_optimizer": (True,)}
 _MUON = {"optimizer": (MegatronOptimizer.MUON, MegatronOptimizer.DIST_MUON)}
+_FLEX = {"moe_token_dispatcher_type": (Dispatcher.FLEX,)}
 RECOMPUTE_MODULES = (
     "core_attn",
     "layernorm",
@@ -228,7 +244,20 @@ class Megatron:
         None, "tensor parallelism of experts [tp]"
     )
     moe_token_dispatcher_type: Dispatcher = setting(
-        Dispatcher.ALLTOALL, "token dispatcher: alltoall or allgather"
+        Dispatcher.ALLTOALL, "token dispatcher: alltoall, allgather or flex (two hops)"
+    )
+    moe_flex_dispatcher_backend: FlexBackend = setting(
+        FlexBackend.DEEPEP, "library of the flex dispatcher", only=_FLEX
+    )
+    moe_deepep_gpus_per_host: int = setting(
+        8,
+        "GPUs that DeepEP joins by NVLink: 2, 4 or 8; its kernels are built for 8",
+        only=_FLEX,
+    )
+    dispatch_dtype: DispatchDtype = setting(
+        DispatchDtype.BF16,
+        "of rows to experts; fp8 is DeepSeek-V3's (not core_v0.16.1)",
+        only=_FLEX,
     )
     moe_expert_capacity_factor: float | None = setting(
         None, "tokens per expert / its even share; below 0: all [dropless]"
@@ -317,11 +346,13 @@ class Megatron:
         elif factor is not None and not 0 < factor < math.inf:
             allowed = "above 0; or below 0: all tokens"
             raise ConfigError("moe_expert_capacity_factor", factor, allowed)
+        gpus = self.moe_deepep_gpus_per_host
         loss = self.moe_aux_loss_coeff
         method = self.recompute_method
         pads = self.moe_pad_expert_input_to_capacity
         reduces = self.use_distributed_optimizer and self.overlap_grad_reduce
         refuse_first(
+            (gpus not in (2, 4, 8), "moe_deepep_gpus_per_host", gpus, "2, 4 or 8"),
             (not 0 <= loss < math.inf, "moe_aux_loss_coeff", loss, "0 or more"),
             (
                 method not in ("uniform", "block"),

@@ -23,9 +23,9 @@ class Step:
     pending: str = ""
 
 
-def awaiting(name: str, phase: Phase, module: str) -> ComputeOp:
-    """Return an operation inside a layer that only waits for a collective."""
-    return replace(wait((name,), phase, module), layer=0, microbatch=0)
+def awaiting(phase: Phase, module: str, *names: str) -> ComputeOp:
+    """Return an operation inside a layer that only waits for collectives of these names."""
+    return replace(wait(names, phase, module), layer=0, microbatch=0)
 
 
 def of_leaf(leaf: Module) -> Step:

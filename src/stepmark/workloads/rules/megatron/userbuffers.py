@@ -126,7 +126,7 @@ def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operatio
             stream="tp",
             name=name,
         )
-    return (*ops, awaiting(name, Phase.FWD, leaf.role))
+    return (*ops, awaiting(Phase.FWD, leaf.role, name))
 
 
 def _with_products_apart(

@@ -7,6 +7,7 @@ arXiv:2407.21783, section 3.3.2; experts). In the backward pass each collective'
 same place.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -281,6 +282,8 @@ class UnitBuilder:
         if moe and axes.ep > 1 and model.moe:
             width = model.moe.latent_size or model.hidden_size
             rows = job.tokens * model.moe.top_k * width
+            if job.imbalance > 1:  # what the fullest rank gets, from each rank as much
+                rows = math.ceil(rows * job.imbalance / axes.ep) * axes.ep
             sent = self._pair(Collective.ALL_TO_ALL_V, rows, "ep", "mlp.router")
             counts = self.comms(
                 Collective.ALL_TO_ALL,
