@@ -389,13 +389,7 @@ class Megatron:
                 raise not_one_of("lora_targets", word, tuple(LORA_TARGETS))
         narrow.check(self)
         _check_muon(self)
-        uneven = [name for name in _UNEVEN if getattr(self, name) is not None]
-        accounts = [name for name in _ACCOUNTS if getattr(self, name)]
-        if uneven and accounts:
-            raise ConfigError(accounts[0], True, f"only without {uneven[0]}")
-        if (layout := self.pipeline_model_parallel_layout) and (uneven or accounts):
-            rule = f"only without {(*uneven, *accounts)[0]}"
-            raise ConfigError("pipeline_model_parallel_layout", layout, rule)
+        _check_split(self)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -421,6 +415,17 @@ def _check_muon(settings: Megatron) -> None:
     if steps < 1 or steps % _COEFFICIENTS:
         allowed = f"a multiple of {_COEFFICIENTS}, the coefficients of Emerging-Optimizers"
         raise ConfigError("muon_num_ns_steps", steps, allowed)
+
+
+def _check_split(settings: Megatron) -> None:
+    """Raise ConfigError for two ways to divide the layers among stages."""
+    uneven = [name for name in _UNEVEN if getattr(settings, name) is not None]
+    accounts = [name for name in _ACCOUNTS if getattr(settings, name)]
+    if uneven and accounts:
+        raise ConfigError(accounts[0], True, f"only without {uneven[0]}")
+    if (layout := settings.pipeline_model_parallel_layout) and (uneven or accounts):
+        rule = f"only without {(*uneven, *accounts)[0]}"
+        raise ConfigError("pipeline_model_parallel_layout", layout, rule)
 
 
 def _check_dropout(settings: Megatron) -> None:
