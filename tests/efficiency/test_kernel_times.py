@@ -212,6 +212,19 @@ def test_eager_kernels_take_what_they_were_measured_to(
     assert seconds(op, style=Style.FUSED) == pytest.approx(fused_s, rel=0.2)
 
 
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+@pytest.mark.parametrize(
+    ("num_bytes", "time_s"),
+    [(2**20, 21.4e-6), (2**24, 305.4e-6), (2**28, 4.856e-3), (2**30, 19.38e-3)],
+)
+def test_copies_from_and_to_the_host_take_what_they_were_measured_to(
+    direction: str, num_bytes: int, time_s: float
+) -> None:
+    """Sustained on an H200 (PCIe 5.0 x16), pinned memory."""
+    op = HostCopy(num_bytes=num_bytes, direction=direction)
+    assert seconds(op) == pytest.approx(time_s, rel=0.02)
+
+
 def test_products_in_a_batch_have_one_launch() -> None:
     one = Gemm(m=2048, n=2048, k=128)
     batch = Bmm(batch=96, m=2048, n=2048, k=128)
@@ -222,7 +235,9 @@ def test_products_in_a_batch_have_one_launch() -> None:
 def test_an_operation_without_a_cost_has_no_time() -> None:
     times = kernel_times(DEVICES["h100-sxm"])
     assert times.time_of(Kernel(name="x"), Style.FUSED) is None
-    assert times.time_of(HostCopy(num_bytes=2**20), Style.FUSED) is None
+    assert DEVICES["mi300x"].host_link_bytes_per_s is None
+    of_unknown_link = kernel_times(DEVICES["mi300x"])
+    assert of_unknown_link.time_of(HostCopy(num_bytes=2**20), Style.FUSED) is None
     fp8 = Gemm(m=64, n=64, k=64, dtype=DType.FP8_E4M3)
     assert kernel_times(DEVICES["a100-80gb-sxm"]).time_of(fp8, Style.FUSED) is None
 

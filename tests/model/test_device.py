@@ -27,6 +27,7 @@ FIGURES = (
     "link_bytes_per_s",
     "link_domain",
     "pcie_bytes_per_s",
+    "host_bytes_per_s",
     "tdp_w",
 )
 

@@ -28,6 +28,7 @@ _FIGURES = (
     "link_bytes_per_s",
     "link_domain",
     "pcie_bytes_per_s",
+    "host_bytes_per_s",
     "tdp_w",
 )
 _REQUIRED = {"names", *_TEXTS, _PEAK, "sources"}
@@ -54,6 +55,7 @@ class DeviceSpec:
     link_bytes_per_s: float | None = None  # per direction, all links of the device
     link_domain: int | None = None  # devices that these links connect; None: those of a host
     pcie_bytes_per_s: float | None = None  # per direction; of devices that bridges join
+    host_bytes_per_s: float | None = None  # per direction, of copies from and to the host
     tdp_w: float | None = None
     aliases: tuple[str, ...] = ()  # as people call it
     capability: tuple[int, int] = (0, 0)  # as torch.cuda.get_device_capability has it
@@ -63,6 +65,11 @@ class DeviceSpec:
     def last_level_cache_bytes(self) -> int | None:
         """Return the size that a working set must far exceed for its bytes to come from HBM."""
         return self.l2_bytes if self.l3_bytes is None else self.l3_bytes
+
+    @property
+    def host_link_bytes_per_s(self) -> float | None:
+        """Return the rate of copies from and to the host's memory, per direction."""
+        return self.host_bytes_per_s or self.pcie_bytes_per_s
 
     def peak(self, dtype: DType) -> float | None:
         """Return dense FLOP/s at the rated clock; None for a type without a stated peak."""

@@ -11,8 +11,9 @@ def roofline_time(op: Op | Kernel, device: DeviceSpec) -> float | None:
     A Kernel has no type: its FLOPs are compared with the highest peak of the device. An
     operation without any cost has no time.
     """
-    if isinstance(op, HostCopy):  # it crosses a link that data sheets of devices do not rate
-        return None
+    if isinstance(op, HostCopy):  # it crosses the link to the host
+        rate = device.host_link_bytes_per_s
+        return op.num_bytes / rate if rate else None
     if op.executed_flops is None or op.bytes_moved is None or device.hbm_bytes_per_s is None:
         return None
     bound_s = op.bytes_moved / device.hbm_bytes_per_s
