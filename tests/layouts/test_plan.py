@@ -154,7 +154,7 @@ BOTH_WAYS = ("alltoall", "two-hop")
 def test_dispatches_and_an_imbalance_are_layouts(tmp_path: Path) -> None:
     own = options(**MOE, ep=(1, 8, 16), dispatch=BOTH_WAYS, imbalance=1.5)
     found = {(each.parallel.ep, each.dispatch): each for each in layouts(own)}
-    assert set(found) == {(1, ""), *((ep, way) for ep in (8, 16) for way in BOTH_WAYS)}
+    assert set(found) == {(1, ""), *((ep, way) for ep in (8, 16) for way in ("", "two-hop"))}
     # A rank with all experts is never fuller than another.
     assert {each.job.imbalance for (ep, _), each in found.items() if ep > 1} == {1.5}
     assert found[1, ""].job.imbalance == 1
@@ -184,6 +184,36 @@ def test_hops_are_those_of_the_hosts(gpus_per_host: int) -> None:
     groups = candidate.workload().groups
     assert groups["ep_intranode"].size == gpus_per_host
     assert groups["ep_internode"].size == 16 // gpus_per_host
+
+
+def test_schedules_of_pytorch_are_layouts(tmp_path: Path) -> None:
+    """Each is predicted as by its command; gradients of weights fill bubbles."""
+    own = options(
+        framework="pytorch",
+        tp=(1,),
+        pp=(1, 4),
+        vpp=(1, 2),
+        mbs=(1,),
+        recompute=("none", "full"),
+        pp_schedule=("1f1b", "zb1p", "zbv", "dualpipev"),
+    )
+    found = {
+        (each.schedule, each.num_chunks, each.recompute)
+        for each in layouts(own)
+        if each.parallel.pp > 1
+    }
+    plain = {("1f1b", chunks, again) for chunks in (1, 2) for again in ("none", "full")}
+    split = {("zb1p", 1, "none"), ("zb1p", 2, "none"), ("zbv", 2, "none")}
+    assert found == plain | split | {("dualpipev", 2, "none")}
+    assert {each.schedule for each in layouts(own) if each.parallel.pp == 1} == {"1f1b"}
+    result = search(dataclasses.replace(own, pp=(4,), recompute=("none",)), 16)
+    for number, row in enumerate(result.rows):
+        words = ["predict", *argv(result.job(number))]
+        assert predicted_s(words, tmp_path) == row["step_s"], words
+        assert row["estimated_s"] == pytest.approx(row["step_s"], rel=0.15)
+    bubbles = {(row["pp_schedule"], row["vpp"]): row["bubble_s"] for row in result.rows}
+    assert bubbles["zb1p", 2] < bubbles["zb1p", 1] < bubbles["1f1b", 1]
+    assert "zbv" in "\n".join(lines_of_count(own, result))
 
 
 def predicted_s(words: list[str], folder: Path) -> float:
@@ -333,6 +363,7 @@ def test_the_answer_comes_first() -> None:
         ),
         ({"ep": (8,)}, "ep", "has no experts"),
         ({"dispatch": ("two-hop",)}, "dispatch", "without experts"),
+        ({"framework": "megatron", "pp_schedule": ("zbv",)}, "pp-schedule", "have 1F1B"),
         ({"imbalance": 1.5}, "imbalance", "without experts"),
         ({**MOE, "framework": "pytorch", "dispatch": ("two-hop",)}, "dispatch", "PyTorch's"),
         ({**MOE, "verify": 1, "imbalance": 1.5}, "verify", "--imbalance"),

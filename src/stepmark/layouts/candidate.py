@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from stepmark.cases.training import Recompute
-from stepmark.layouts.plan_options import ALL_TO_ALL, TWO_HOP
+from stepmark.layouts.plan_options import TWO_HOP
 from stepmark.model.parallel import ParallelConfig, PipelineSchedule
 from stepmark.step.workload import Workload
 from stepmark.step_memory import workload_memory
@@ -81,13 +81,11 @@ class Candidate:
 
     @property
     def dispatch(self) -> str:
-        """How tokens go to experts on other ranks, as a word; "": none do."""
-        if self.job.model.moe is None or self.parallel.ep == 1:
+        """How tokens go to experts on other ranks, where it is not by one all-to-all."""
+        if not self.is_megatron or self.parallel.ep == 1:
             return ""
-        is_flex = self.is_megatron and (
-            self.settings.moe_token_dispatcher_type is Dispatcher.FLEX
-        )
-        return TWO_HOP if is_flex else ALL_TO_ALL
+        is_flex = self.settings.moe_token_dispatcher_type is Dispatcher.FLEX
+        return TWO_HOP if is_flex else ""
 
     @cached_property
     def axes(self) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from stepmark.ground.waiting import Waiting
 from stepmark.layouts.cluster import inputs_of_cluster
 from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.layout_work import Simulated
-from stepmark.layouts.plan_options import TWO_HOP, PlanOptions
+from stepmark.layouts.plan_options import PlanOptions
 from stepmark.measuring.delivery import make_folder
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.predictions.prediction_grid import Row
@@ -117,8 +117,8 @@ class _Writer:
 def _name_of(row: Row) -> str:
     """Return a layout as a part of a file's name, e.g. megatron-tp4-pp8-mbs1."""
     degrees = [f"{axis}{row[axis]}" for axis in _AXES if row[axis] > 1]
-    if row["dispatch"] == TWO_HOP:
-        degrees.append(TWO_HOP)
+    if row["dispatch"]:
+        degrees.append(row["dispatch"])
     if row["dp_replicate"] > 1:
         degrees.append(f"replicas{row['dp_replicate']}")
     degrees.append(f"mbs{row['mbs']}")

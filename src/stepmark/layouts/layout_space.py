@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.layer_kinds import stages_of
-from stepmark.layouts.plan_options import ALL_TO_ALL, BOTH, EXCHANGES, TWO_HOP, PlanOptions
+from stepmark.layouts.plan_options import (
+    ALL_TO_ALL,
+    BOTH,
+    EXCHANGES,
+    SCHEDULES,
+    TWO_HOP,
+    PlanOptions,
+)
 from stepmark.model.model import ModelConfig
 from stepmark.model.parallel import PipelineSchedule
 from stepmark.model.systems import IN_HOST
@@ -79,7 +86,7 @@ class LayoutSpace:
             options.cp or _powers((options.seq_len or model.seq_len) // _TOKENS_OF_CP),
             options.ep or [n for n in _powers(_MOST_EXPERT_RANKS) if not experts % n],
         )
-        self._check_exchange(max(degrees[2]))
+        self._check_effects(max(degrees[2]))
         for tp, pp, cp, ep in itertools.product(*degrees):
             data_ranks, rest = divmod(self.num_gpus, tp * pp * cp)
             if rest or options.gbs % data_ranks or (ep > 1 and data_ranks * cp % ep):
@@ -88,12 +95,16 @@ class LayoutSpace:
                 if not options.gbs // data_ranks % mbs:
                     yield Axes(tp=tp, pp=pp, cp=cp, ep=ep, mbs=mbs)
 
-    def _check_exchange(self, cp: int) -> None:
-        """Raise ConfigError for --cp-comm-type where no layout exchanges so. cp: the most."""
+    def _check_effects(self, cp: int) -> None:
+        """Raise ConfigError for options that no layout can have. cp: the most."""
         kinds = self.options.cp_comm_type
         if kinds != EXCHANGES[:1] and (cp == 1 or self.options.framework == "pytorch"):
             allowed = "left out without layouts of megatron with cp > 1 (--cp)"
             raise ConfigError("cp-comm-type", ",".join(kinds), allowed)
+        names = self.options.pp_schedule
+        if names != SCHEDULES[:1] and self.options.framework == "megatron":
+            allowed = "left out with --framework megatron, whose pipelines have 1F1B"
+            raise ConfigError("pp-schedule", ",".join(names), allowed)
 
     def layouts(self, axes: Sequence[Axes]) -> Iterator[Candidate]:
         """Yield the layouts with these axes that the frameworks accept."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepmark.ground.units import GIB, format_time
 from stepmark.layouts.layout_search import LayoutSearch
-from stepmark.layouts.plan_options import EXCHANGES, TWO_HOP, PlanOptions
+from stepmark.layouts.plan_options import ALL_TO_ALL, EXCHANGES, PlanOptions
 from stepmark.predictions.prediction_grid import Row
 from stepmark.predictions.prediction_text import anchor_lines
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
@@ -13,6 +13,7 @@ from stepmark.tables.table import Table
 FRAMEWORKS = {"megatron": "Megatron", "pytorch": "PyTorch"}
 _RARE = ("vpp", "cp", "ep")  # axes
 _PLAIN = "1f1b"
+_UNNAMED = {"cp_comm_type": EXCHANGES[0], "dispatch": ALL_TO_ALL}  # where a row has no word
 _MOST_REASONS = 4
 _MOST_SMALLER = 3
 _TIE = 0.4  # chance of being faster than the first, from which a layout is worth a measurement
@@ -88,7 +89,7 @@ def place(row: Row) -> str:
     degrees += [f"cp by {row['cp_comm_type']}"] if row["cp_comm_type"] else []
     replicas = row["dp_replicate"]
     replicated = [f"{replicas} replicas of the shards"] if replicas > 1 else []
-    hops = [TWO_HOP] if row["dispatch"] == TWO_HOP else []
+    hops = [row["dispatch"]] if row["dispatch"] else []
     return ", ".join((row["framework"], *degrees, *schedule, *hops, *replicated, again))
 
 
@@ -133,8 +134,7 @@ def _why(result: LayoutSearch) -> Iterator[str]:
     slower = sorted(rows.items(), key=lambda item: -item[1]["step_s"])
     for axis, row in slower[:_MOST_REASONS]:
         name, more = _largest(row, best)
-        # An exchange of cp that is not named is the default.
-        values = (own[axis] or EXCHANGES[0] for own in (row, best))
+        values = (own[axis] or _UNNAMED[axis] for own in (row, best))
         text = f"{axis} {' instead of '.join(map(str, values))}: {_change(row, best)}"
         yield f"{text}, of which {name} {more:+.1%}; {_gibibytes(row)} GiB"
 
@@ -192,7 +192,7 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     exchanges = any(row["cp_comm_type"] for row in rows)
     several = len({row["gpus"] for row in rows}) > 1
     has_schedules = any(row["pp_schedule"] != _PLAIN for row in rows)
-    has_hops = any(row["dispatch"] == TWO_HOP for row in rows)
+    has_hops = any(row["dispatch"] for row in rows)
     return [
         *([given("gpus", COUNT, "GPUs")] if several else []),
         given("framework", TEXT, "rules", _framework),
