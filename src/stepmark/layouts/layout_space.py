@@ -86,7 +86,8 @@ class LayoutSpace:
             options.cp or _powers((options.seq_len or model.seq_len) // _TOKENS_OF_CP),
             options.ep or [n for n in _powers(_MOST_EXPERT_RANKS) if not experts % n],
         )
-        self._check_effects(max(degrees[2]))
+        self._check_exchange(max(degrees[2]))
+        self._check_schedules(degrees[1])
         for tp, pp, cp, ep in itertools.product(*degrees):
             data_ranks, rest = divmod(self.num_gpus, tp * pp * cp)
             if rest or options.gbs % data_ranks or (ep > 1 and data_ranks * cp % ep):
@@ -95,16 +96,31 @@ class LayoutSpace:
                 if not options.gbs // data_ranks % mbs:
                     yield Axes(tp=tp, pp=pp, cp=cp, ep=ep, mbs=mbs)
 
-    def _check_effects(self, cp: int) -> None:
-        """Raise ConfigError for options that no layout can have. cp: the most."""
+    def _check_schedules(self, degrees: Sequence[int]) -> None:
+        """Raise ConfigError for a --pp-schedule that no layout has. degrees: of pp."""
+        options = self.options
+        if options.pp_schedule == SCHEDULES[:1]:
+            return
+        if options.framework == "megatron":
+            allowed = "left out with --framework megatron, whose pipelines have 1F1B"
+            raise ConfigError("pp-schedule", ",".join(options.pp_schedule), allowed)
+        possible = {
+            "1f1b" if schedule is PipelineSchedule.INTERLEAVED else schedule.value
+            for pp in degrees
+            if pp > 1
+            for schedule, _ in _pipelines(options, self.model, pp)
+        }
+        for name in options.pp_schedule:
+            if name not in possible:
+                allowed = "one of layouts with --pp 2 or more (zbv, dualpipev: and --vpp 2)"
+                raise ConfigError("pp-schedule", name, allowed)
+
+    def _check_exchange(self, cp: int) -> None:
+        """Raise ConfigError for --cp-comm-type where no layout exchanges so. cp: the most."""
         kinds = self.options.cp_comm_type
         if kinds != EXCHANGES[:1] and (cp == 1 or self.options.framework == "pytorch"):
             allowed = "left out without layouts of megatron with cp > 1 (--cp)"
             raise ConfigError("cp-comm-type", ",".join(kinds), allowed)
-        names = self.options.pp_schedule
-        if names != SCHEDULES[:1] and self.options.framework == "megatron":
-            allowed = "left out with --framework megatron, whose pipelines have 1F1B"
-            raise ConfigError("pp-schedule", ",".join(names), allowed)
 
     def layouts(self, axes: Sequence[Axes]) -> Iterator[Candidate]:
         """Yield the layouts with these axes that the frameworks accept."""

@@ -84,7 +84,8 @@ class Job:
     )
     seq_len: int | None = flag("tokens per sequence [the model's]", "--seq-len", "--seq-length")
     packing: PackingOption | None = flag(
-        "sequences are packed from pieces of this mean and greatest length, masked apart"
+        "sequences are packed from pieces of this mean and greatest length, masked apart",
+        rare=True,
     )
     precision: Annotated[str, words_of("bf16", *NARROW)] | None = flag(
         "of linear layers' products [bf16]"
@@ -129,19 +130,24 @@ class Ranges:
     pp_schedule: Annotated[tuple[str, ...], comma_list(words_of(*SCHEDULES))] = flag(
         "of PyTorch's pipelines: 1f1b (with vpp interleaved), zb1p, zbv, dualpipev",
         default=SCHEDULES[:1],
+        rare=True,
     )
     cp: WholeNumbers | None = flag("context parallelism [1; more with over 8K tokens]")
     cp_comm_type: Annotated[tuple[str, ...], comma_list(words_of(*EXCHANGES))] = flag(
         "Megatron-LM's exchange with cp: of keys and values (p2p, all_gather) or heads (a2a)",
         default=EXCHANGES[:1],
+        rare=True,
     )
     ep: WholeNumbers | None = flag("expert parallelism [divisors of the experts up to 64]")
     dispatch: Annotated[tuple[str, ...], comma_list(words_of(*DISPATCHES))] = flag(
         "of tokens to experts: alltoall, or Megatron-LM's two-hop (DeepEP)",
         default=(ALL_TO_ALL,),
+        rare=True,
     )
     imbalance: Annotated[float, between(1.0, 1024.0)] = flag(
-        "rows of the fullest rank's experts / the mean of ep ranks", default=1.0
+        "rows of the fullest rank's experts / the mean of ep ranks",
+        default=1.0,
+        rare=True,
     )
     mbs: WholeNumbers | None = flag("sequences per micro-batch [1,2,4,8]")
     recompute: Annotated[tuple[str, ...], comma_list(words_of(*RECOMPUTED))] = flag(

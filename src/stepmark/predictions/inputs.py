@@ -168,10 +168,20 @@ class Inputs:
             return None
         ranks = self.workload.world_size / len(self.workload.stages)
         again = sum(
-            count * (op.flops or 0) for (op, reruns), count in self.products.items() if reruns
+            count * (op.flops or 0) / (self._imbalance if isinstance(op, GroupedGemm) else 1)
+            for (op, reruns), count in self.products.items()
+            if reruns
         )
         is_frozen = bool(self.workload.settings.get("lora_rank"))
         return of_model(model, again * ranks / self.tokens, is_frozen=is_frozen)
+
+    @property
+    def _imbalance(self) -> float:
+        """Rows of the experts of the workload's ranks over the mean of all ranks."""
+        settings = self.workload.settings
+        imbalance = float(settings.get("imbalance") or 1)
+        capacity = settings.get("moe_expert_capacity_factor")
+        return min(imbalance, max(1.0, float(capacity))) if capacity else imbalance
 
     @cached_property
     def products(self) -> Mapping[tuple[_Product, bool], int]:

@@ -33,6 +33,7 @@ from stepmark.store.view import print_text
 from stepmark.tables.export import write_json
 from stepmark.timeline.ledger import Idle
 from stepmark.timeline.step_cost import Costs, OpCost, Source, known_time
+from stepmark.workloads.rules.megatron import deepep
 from stepmark.workloads.rules.pytorch.case import of_case
 
 _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
@@ -266,6 +267,10 @@ def costs_of(inputs: Inputs) -> tuple[Costs, CommCosts]:
     """Return all costs, and the source of those of collectives."""
     cost_of = first_of(inputs.compute)
     comm = CommCosts(inputs.curves, inputs.network, inputs.num_ranks)
+    hop = inputs.workload.groups.get(deepep.IN_HOST)
+    if hop is not None and comm.joins_hosts(hop):
+        allowed = "at most the GPUs that NVLink joins: this hop of DeepEP stays within them"
+        raise ConfigError("moe-deepep-gpus-per-host", hop.size, allowed)
     factors = inputs.factors
 
     def host_s(op: Operation) -> float:

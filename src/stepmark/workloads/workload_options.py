@@ -44,7 +44,8 @@ class Model(ModelChoice):
     )
     model_name: str | None = flag("what the workload is called", rare=True)
     packing: PackingOption | None = flag(
-        "sequences are packed from pieces of this mean and greatest length, masked apart"
+        "sequences are packed from pieces of this mean and greatest length, masked apart",
+        rare=True,
     )
     num_layers: int | None = flag("transformer layers")
     hidden_size: int | None = flag("width of the residual stream", rare=True)
@@ -193,7 +194,7 @@ class Layout(Axes):
         "of linear layers' products, over --dtype bf16 [as --dtype]"
     )
     imbalance: float | None = flag(
-        "rows of the fullest rank's experts / the mean of ep ranks [1]"
+        "rows of the fullest rank's experts / the mean of ep ranks [1]", rare=True
     )
 
 

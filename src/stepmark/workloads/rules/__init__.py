@@ -143,7 +143,7 @@ class Rule:
 _IMBALANCE = (
     "experts: the program is that of a rank whose experts get {:g} x the mean rows, each as"
     " many, in every layer and micro-batch; the others wait for it, so FLOPs per GPU, message"
-    " sizes and memory are those of the fullest rank"
+    " sizes and memory are those of the fullest rank (totals of the job: as if all were)"
 )
 # Axes of the mesh by their names in Megatron-LM; other rules have ours.
 _AXES = {

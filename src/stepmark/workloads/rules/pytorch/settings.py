@@ -28,6 +28,7 @@ _SHARDED = {"data_parallel": (DataParallel.FSDP,)}
 _BUCKETS = {"data_parallel": (DataParallel.DDP,)}
 _WHOLE = {"data_parallel": (DataParallel.DDP, DataParallel.NONE)}  # weights of a rank
 _REDUCED = {"data_parallel": (DataParallel.FSDP, DataParallel.DDP)}
+_SEVERAL = tuple(each for each in PipelineSchedule if each.has_stages)
 _DIVIDED = {"data_parallel": (DataParallel.FSDP, DataParallel.NONE)}  # by tp or pp
 
 
@@ -157,7 +158,9 @@ class PyTorch:
         0, "micro-batches per pass through the pipeline; 0: all", only=_DIVIDED
     )
     pp_stages: int = setting(
-        2, "with --pp-schedule interleaved or zb1p: stages per rank", only=_DIVIDED
+        2,
+        "with --pp-schedule interleaved or zb1p: stages per rank",
+        only={**_DIVIDED, "pp_schedule": _SEVERAL},
     )
     pp_split: StageSplit = setting(
         StageSplit.TORCHTITAN, "layers by stage: torchtitan or even", only=_DIVIDED
