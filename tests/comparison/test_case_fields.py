@@ -22,7 +22,7 @@ from stepmark.comparison.series import STRICT, series_of_records
 from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops.matmul import Gemm
-from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan
+from stepmark.model.parallel import ParallelConfig, PipelineSchedule, StageSplit, TpPlan
 
 GEMM = Gemm(m=16, n=32, k=64, dtype=DType.BF16)
 OP = OpCase(op=GEMM, backend="torch")
@@ -81,11 +81,11 @@ TRAIN_LAYOUTS = tuple(
         pp_schedule=schedule,
     )
     for kind, parallel, schedule in (
-        (DataParallel.FSDP, ParallelConfig(dp_shard=2), "1f1b"),
-        (DataParallel.DDP, ParallelConfig(dp_replicate=2), "1f1b"),
-        (DataParallel.NONE, ParallelConfig(tp=2), "1f1b"),
-        (DataParallel.NONE, ParallelConfig(pp=4), "1f1b"),
-        (DataParallel.NONE, ParallelConfig(pp=2), "interleaved"),
+        (DataParallel.FSDP, ParallelConfig(dp_shard=2), PipelineSchedule.ONE_F_ONE_B),
+        (DataParallel.DDP, ParallelConfig(dp_replicate=2), PipelineSchedule.ONE_F_ONE_B),
+        (DataParallel.NONE, ParallelConfig(tp=2), PipelineSchedule.ONE_F_ONE_B),
+        (DataParallel.NONE, ParallelConfig(pp=4), PipelineSchedule.ONE_F_ONE_B),
+        (DataParallel.NONE, ParallelConfig(pp=2), PipelineSchedule.INTERLEAVED),
     )
 )
 # The method of the samples has these; a timer writes it.

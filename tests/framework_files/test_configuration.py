@@ -156,7 +156,7 @@ def test_published_files_are_read_and_every_refusal_names_a_key(tmp_path: Path) 
         assert file.options
     assert all("/file." in field for field in refused)
     assert len(rows) == 100
-    assert accepted == 75
+    assert accepted == 76
 
 
 def test_json_of_an_unknown_kind_is_no_framework_file(tmp_path: Path) -> None:
