@@ -123,7 +123,7 @@ def _prepare(keys: Keys) -> Keys:
         keys["no-clip-grad"] = "true"
     for name in _LISTS:
         if name in keys:
-            keys[name] = ",".join(keys[name].split())
+            keys[name] = ",".join(keys[name].strip("[]").replace(",", " ").split())
     backend = keys.get("moe-flex-dispatcher-backend", "deepep")
     if backend != "deepep":
         del keys["moe-flex-dispatcher-backend"]
