@@ -99,9 +99,10 @@ class Packing:
         if not rate:
             return self.longest * share
         if rate < 0:  # of the law mirrored, whose exponentials do not overflow
-            rest = math.log1p((1 - share) * math.expm1(rate)) / rate
-            return self.longest * max(0.0, 1 - rest)
-        return self.longest * -math.log1p(share * math.expm1(-rate)) / rate
+            below = share + (1 - share) * math.exp(rate)
+            return self.longest * max(0.0, 1 - math.log(below) / rate) if below else 0.0
+        above = 1 - share + share * math.exp(-rate)
+        return self.longest * min(1.0, -math.log(above) / rate) if above else self.longest
 
     def _mean_square(self) -> float:
         """Return E[length^2]."""
