@@ -29,14 +29,14 @@ def multi_stage_spans(order: Order) -> list[tuple[Span, ...]]:
     count = order.num_microbatches
     is_v = order.schedule.is_v
     step = 1 if is_v else count // order.rounds
-    few = _FEW_IN_V * order.num_ranks if is_v else step * _FEW
-    if count <= few + step:
+    least = _FEW_IN_V * order.num_ranks if is_v else step * _FEW
+    if count <= least + step:
         ticks_by_rank = _lowered(order, count)
         return [tuple(Span(ticks=(tick,)) for tick in ticks) for ticks in ticks_by_rank]
-    shorter = _lowered(order, few)
-    longer = _lowered(order, few + step)
+    shorter = _lowered(order, least)
+    longer = _lowered(order, least + step)
     return [
-        _lengthened(short, long, step, (count - few) // step)
+        _lengthened(short, long, step, (count - least) // step)
         for short, long in zip(shorter, longer, strict=True)
     ]
 
