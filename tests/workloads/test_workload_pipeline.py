@@ -179,7 +179,9 @@ def test_what_follows_the_last_backward_pass_is_no_other_one() -> None:
 
 
 @pytest.mark.parametrize("per_pass", [0, 4])
-@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize(
+    "schedule", [each for each in PipelineSchedule if each is not PipelineSchedule.DUALPIPE_V]
+)
 @pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_shard": 2, "dp_replicate": 2, "tp": 2}])
 def test_shards_change_nothing_of_a_pipelines_figure(
     schedule: PipelineSchedule, per_pass: int, axes: dict[str, int]
@@ -194,7 +196,7 @@ def test_shards_change_nothing_of_a_pipelines_figure(
     alone = drawn(rule.workload(whole, RULES["pp"].make(**asked)))
     assert [*sharded.timeline] == [*alone.timeline]
     assert sharded.idle_percent == alone.idle_percent
-    if schedule is not PipelineSchedule.INTERLEAVED:
+    if schedule in (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE):
         micro = per_pass or 8
         assert alone.idle_percent == pytest.approx(100 * 3 / (micro + 3))
 

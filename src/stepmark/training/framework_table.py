@@ -57,7 +57,7 @@ OWN_WAY = (
     *("ddp_pad_buckets_for_high_nccl_busbw", "ddp_average_in_collective"),
     *("accumulate_allreduce_grads_in_fp32", "microbatch_group_size_per_vp_stage"),
     *("overlap_p2p_comm", "cp_comm_type", "moe_token_dispatcher_type"),
-    "moe_flex_dispatcher_backend",
+    *("moe_flex_dispatcher_backend", "hierarchical_context_parallel_sizes"),
     *("moe_router_load_balancing_type", "moe_router_dtype", "moe_aux_loss_coeff"),
     *("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
     *("attention_dropout", "hidden_dropout", "bias_swiglu_fusion", "masked_softmax_fusion"),
@@ -79,6 +79,10 @@ REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         ("offload_optimizer", "offload_param"),
         (("none",), "none: train keeps weights and optimizer states on the device"),
+    ),
+    **dict.fromkeys(
+        ("fp8_dot_product_attention", "fp8_multi_head_attention"),
+        ((FALSE,), "false: train has no attention in FP8"),
     ),
     "optimizer_cpu_offload": (
         (FALSE,),
