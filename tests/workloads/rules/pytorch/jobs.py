@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
-from stepmark.cases.training import GradSync, Recompute
+from stepmark.cases.training import CompileScope, GradSync, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.layers import DeltaConfig, Layer, MambaConfig, MoeConfig
 from stepmark.model.model import ModelConfig
@@ -166,6 +167,17 @@ def jobs(draw: st.DrawFn) -> tuple[Job, PyTorch]:
         pp_microbatches=draw(st.sampled_from((0, count))),
         pp_split=draw(st.sampled_from(StageSplit)),
     )
+    if mesh.get("pp", 1) > 1 and schedule.splits_backward:
+        # What torch computes in two parts: whole weights, nothing recomputed or compiled.
+        assume(not model.has_sinks and not any(layer.scan for layer in model.pattern))
+        assume(schedule is not PipelineSchedule.DUALPIPE_V or count >= 2 * mesh["pp"])
+        settings = replace(
+            settings,
+            reshard_after_forward="no",
+            recompute=Recompute.NONE,
+            async_tp=False,
+            compile=CompileScope.NONE,
+        )
     return make(model, microbatches=count, **mesh), settings
 
 
