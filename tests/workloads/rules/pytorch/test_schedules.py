@@ -95,6 +95,12 @@ def test_fewer_micro_batches_than_stages_are_taken_where_torch_takes_them(
         with pytest.raises(ConfigError, match=r"gbs 6 .* 8 or more.*interleaved or gpipe"):
             rule.workload(job, ALONE(pp_schedule=schedule))
         return
+    if schedule is PipelineSchedule.DUALPIPE_V:
+        with pytest.raises(
+            ConfigError, match=r"pp_microbatches 3 .* at least the stages \(8\)"
+        ):
+            rule.workload(job, ALONE(pp_schedule=schedule))
+        return
     made = rule.workload(job, ALONE(pp_schedule=schedule, pp_stages=2))
     made.check()
     for index, stage in enumerate(made.stages):
