@@ -31,7 +31,6 @@ from stepmark.predictions.simulation import simulate
 from stepmark.step.workload import ComputeOp, Item, Workload
 from stepmark.timeline.ledger import Work
 from stepmark.timeline.step_cost import Costs, OpCost
-from stepmark.training.trainer import OF_ONE_STAGE, TORCH_NAMES
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.settings import PyTorch
@@ -164,9 +163,9 @@ def run_rank(rank: int, drills: list[Drill], store: str, out: str) -> None:
                     module, index, num_stages, torch.device("cpu"), dw_builder=module.build
                 )
             )
-        made: Any = get_schedule_class(TORCH_NAMES[drill.schedule])
+        made: Any = get_schedule_class(drill.schedule.torch_name)
         schedule = made(
-            stages[0] if drill.schedule in OF_ONE_STAGE else stages,
+            stages[0] if drill.schedule.has_one_stage else stages,
             drill.num_microbatches,
             loss_fn=lambda output, _target: (output * output).sum(),
         )

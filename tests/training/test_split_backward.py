@@ -96,14 +96,14 @@ def test_each_part_runs_what_torch_runs(model: ModelConfig) -> None:
     case = case_of(model)
     made = of_case(case)
     layers = len(case.stage_layers[1])
-    theirs = torch_parts(case)
-    ours = parts(made, layers)
-    for real, ruled in zip(theirs, ours, strict=True):
+    of_torch = torch_parts(case)
+    by_rule = parts(made, layers)
+    for real, ruled in zip(of_torch, by_rule, strict=True):
         has_norms = any(one[0] == NORM for one in real)  # RMSNorm is several operations
         assert sorted(real, key=str) == sorted(
             (one for one in ruled if has_norms or one[0] != NORM), key=str
         )
-    assert any(one[0] != NORM for one in theirs[1])
+    assert any(one[0] != NORM for one in of_torch[1])
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2, MIXTRAL], ids=lambda model: model.name)

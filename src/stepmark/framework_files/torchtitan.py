@@ -21,6 +21,7 @@ from stepmark.framework_files.table import (
 )
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model_tables import find_model
+from stepmark.model.parallel import PipelineSchedule
 
 _FAMILIES = ("llama2", "llama3", "deepseek_v3", "qwen3")
 # Flavors that are models of ours; others have widths of their own.
@@ -150,8 +151,9 @@ _COUNT = "pipeline.microbatches"
 _STAGES = "pipeline.stages"
 # Of schedules in which it is no choice (distributed/pipeline_parallel.py: pipeline_llm).
 _STAGES_PER_RANK = {
-    **dict.fromkeys(("1F1B", "GPipe"), range(1, 2)),
-    **dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), range(2, 3)),
+    each.torch_name: range(each.num_chunks(0), each.num_chunks(0) + 1)
+    for each in PipelineSchedule
+    if not each.has_stages
 }
 _BUCKET = "replicate.bucket_cap_mb"
 _CP = "parallelism.context_parallel_degree"
@@ -182,14 +184,7 @@ _USED = {
     _PP: Entry(option="pp"),
     _SCHEDULE: Entry(
         option="pp_schedule",
-        values={
-            "1F1B": "1f1b",
-            "Interleaved1F1B": "interleaved",
-            "GPipe": "gpipe",
-            "InterleavedZeroBubble": "zb1p",
-            "ZBVZeroBubble": "zbv",
-            "DualPipeV": "dualpipev",
-        },
+        values={each.torch_name: each.value for each in PipelineSchedule},
     ),
     _COUNT: Entry(option="pp_microbatches"),
     _STAGES: Entry(option="pp_stages"),

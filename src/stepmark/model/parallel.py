@@ -124,6 +124,11 @@ class PipelineSchedule(StrEnum):
     )
 
     @property
+    def torch_name(self) -> str:
+        """Return the name that torch and torchtitan have for it (get_schedule_class)."""
+        return _TORCH_NAMES[self]
+
+    @property
     def is_v(self) -> bool:
         """Return whether a rank's second stage is as far from the end as its first from the
         beginning, so that the first rank has both ends of the model."""
@@ -139,6 +144,11 @@ class PipelineSchedule(StrEnum):
         """Return whether the number of stages per rank is a choice."""
         return self in (PipelineSchedule.INTERLEAVED, PipelineSchedule.ZB1P)
 
+    @property
+    def has_one_stage(self) -> bool:
+        """Return whether a rank has one stage, always."""
+        return not (self.has_stages or self.is_v)
+
     def num_chunks(self, stages_per_rank: int) -> int:
         """Return the stages of a rank. stages_per_rank: where that is a choice."""
         return stages_per_rank if self.has_stages else 2 if self.is_v else 1
@@ -149,8 +159,11 @@ class PipelineSchedule(StrEnum):
         Source: torch 2.13, distributed/pipelining/_utils.py (generate_stage_to_rank_mapping).
         """
         first = chunk * num_ranks
-        is_back = self.is_v and chunk % 2 == 1
-        return first + (num_ranks - 1 - rank if is_back else rank)
+        return first + (num_ranks - 1 - rank if self.goes_back(chunk) else rank)
+
+    def goes_back(self, chunk: int) -> bool:
+        """Return whether stages of this chunk go from the last rank to the first."""
+        return self.is_v and chunk % 2 == 1
 
     def place(self, stage: int, num_ranks: int) -> tuple[int, int]:
         """Return rank and chunk of a stage."""
@@ -160,6 +173,16 @@ class PipelineSchedule(StrEnum):
     def stages(self, rank: int, num_ranks: int, num_chunks: int) -> list[int]:
         """Return the stages of a rank, the first one first."""
         return [self.stage(rank, chunk, num_ranks) for chunk in range(num_chunks)]
+
+
+_TORCH_NAMES = {
+    PipelineSchedule.ONE_F_ONE_B: "1F1B",
+    PipelineSchedule.INTERLEAVED: "Interleaved1F1B",
+    PipelineSchedule.GPIPE: "GPipe",
+    PipelineSchedule.ZB1P: "InterleavedZeroBubble",
+    PipelineSchedule.ZBV: "ZBVZeroBubble",
+    PipelineSchedule.DUALPIPE_V: "DualPipeV",
+}
 
 
 class StageSplit(StrEnum):

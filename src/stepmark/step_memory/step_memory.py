@@ -47,7 +47,7 @@ def _actions(case: TrainCase, rank: int) -> list[Action]:
     for span in spans(order)[rank]:
         once = [action for tick in span.ticks for action in tick]
         acts = {action.act for action in once}
-        is_steady = Act.FORWARD in acts and acts & {Act.BACKWARD, Act.BACKWARD_WEIGHT}
+        is_steady = Act.FORWARD in acts and bool(acts & {Act.BACKWARD, Act.BACKWARD_WEIGHT})
         actions += once * (1 if is_steady else span.times)
     return actions
 

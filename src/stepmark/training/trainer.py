@@ -16,7 +16,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import GradSync
 from stepmark.ground.errors import ConfigError
-from stepmark.model.parallel import PipelineSchedule
 from stepmark.training import precision
 from stepmark.training.model_parallel import Meshes
 from stepmark.training.optimizer import Update
@@ -114,17 +113,6 @@ class Graphed:
             self._loss = once()
 
 
-TORCH_NAMES = {
-    PipelineSchedule.ONE_F_ONE_B: "1F1B",
-    PipelineSchedule.INTERLEAVED: "Interleaved1F1B",
-    PipelineSchedule.GPIPE: "GPipe",
-    PipelineSchedule.ZB1P: "InterleavedZeroBubble",
-    PipelineSchedule.ZBV: "ZBVZeroBubble",
-    PipelineSchedule.DUALPIPE_V: "DualPipeV",
-}
-OF_ONE_STAGE = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE)
-
-
 class Pipelined:
     """One micro-step is one pass of all microbatches through all stages.
 
@@ -164,9 +152,9 @@ class Pipelined:
 
         # Scaled by torch, gradients of earlier micro-steps would be divided once more.
         options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
-        made: Any = get_schedule_class(TORCH_NAMES[case.pp_schedule])
-        has_one = case.pp_schedule in OF_ONE_STAGE
-        self._schedule = made(stages[0] if has_one else stages, count, **options)
+        made: Any = get_schedule_class(case.pp_schedule.torch_name)
+        is_single = case.pp_schedule.has_one_stage
+        self._schedule = made(stages[0] if is_single else stages, count, **options)
         self._update = Update(case, self.models, over_stages=self._sum_over_stages)
 
     def micro_step(

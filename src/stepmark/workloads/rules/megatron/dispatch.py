@@ -71,7 +71,7 @@ class Exchange:
         after: Iterable[Pair],
         late: Iterable[Pair] = (),
     ) -> tuple[Step, Step]:
-        """Return the steps before and after an exchange that other computation runs beside.
+        """Return the steps around an exchange during which other computation runs.
 
         Each issues the exchange of its pass last, and waits for that of the other pass first.
         late: messages that the backward pass sends only when it would wait.

@@ -73,7 +73,7 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
         yield (
             "pretrain_gpt.py of this version gives chunks between the first and the last no"
             " boundaries of packed pieces, so that attention there would be over whole"
-            " sequences; this step is of a loader that gives all chunks theirs"
+            " sequences; this step is of a loader that gives them to all chunks"
         )
     masks = settings.create_attention_mask_in_dataloader and plan.tp > 1
     size = job.mbs * job.model.seq_len**2  # a byte per pair of tokens

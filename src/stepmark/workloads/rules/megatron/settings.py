@@ -33,7 +33,7 @@ class FlexBackend(StrEnum):
 
 
 class DispatchDtype(StrEnum):
-    """Type of rows on their way to experts, and of gradients on theirs; sums are in bf16."""
+    """Type of rows that are sent to experts, and of their gradients; sums are in bf16."""
 
     BF16 = "bf16"
     FP8 = "fp8"  # with an fp32 scale for 128 elements, as DeepSeek-V3

@@ -188,8 +188,7 @@ class PipelineStage:
         job = self._job
         act = action.act
         # The second stages of a V go back from the last rank to the first.
-        goes_back = self._schedule.is_v and action.chunk % 2 == 1
-        to_next = (act in WITH_NEXT_STAGE) is not goes_back
+        to_next = (act in WITH_NEXT_STAGE) is not self._schedule.goes_back(action.chunk)
         stream = "compute"
         name = "" if act in SENDS else COMPUTE_DONE
         if action.after:
