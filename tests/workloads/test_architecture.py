@@ -422,5 +422,8 @@ def test_linear_layers_are_narrow_unless_they_say_otherwise(recipe: Recipe) -> N
         dtypes = {op.op.dtype for op in layer.work if isinstance(op.op, Gemm)}
         assert dtypes == {batch.products.dtype if batch.products and narrow else DType.BF16}
     first = weights_first(batch.linear("mlp", 64, 64).bwd)
-    assert [is_cast(op) for op in first] == [True, False, False]
-    assert [op.phase for op in first[1:]] == [Phase.WGRAD, Phase.DGRAD]
+    products = [op.phase for op in first if not is_cast(op)]
+    assert products == [Phase.WGRAD, Phase.DGRAD]
+    # MXFP8's weight gradient reads the input in scales of its own: a second cast
+    assert [is_cast(op) for op in first] == [True] * (len(first) - 2) + [False, False]
+    assert len(first) == (4 if recipe is Recipe.MXFP8 else 3)
