@@ -231,6 +231,33 @@ def test_steady_samples_begin_after_the_soak(clock: FakeClock, of: TrainCase) ->
     assert work.samples.elapsed_s == sum(work.samples.seconds[work.samples.steady :])
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rises_c", "most_s", "end_s"),
+    [
+        (4, 2.0, 60.0, 6),  # 1 degree in 3 s is the same
+        (4, 1.0, 60.0, 6),
+        (99, 2.0, 12.0, 12),
+        (99, 0.25, 60.0, 3),
+        (0, None, 60.0, 2),
+    ],
+)
+def test_a_soak_goes_on_while_a_device_gets_warmer(
+    clock: FakeClock, seconds: int, rises_c: float | None, most_s: float, end_s: int
+) -> None:
+    begin_s = clock.now_s
+
+    def temperature_c() -> float | None:
+        elapsed_s = min(seconds, clock.now_s - begin_s)
+        return None if rises_c is None else 50.0 + rises_c * elapsed_s
+
+    work = made(clock, case(), FakeTrainer(clock))
+    work.first()
+    begin_s = clock.now_s
+    work.soak(2.0, most_s, temperature_c)
+    step_s = DATA_S + FWD_S + BWD_S + OPTIM_S
+    assert end_s <= work.samples.soak_s <= end_s + 2 * step_s
+
+
 def test_a_soak_of_nothing_adds_no_sample(clock: FakeClock) -> None:
     work = made(clock, case(), FakeTrainer(clock))
     work.first()

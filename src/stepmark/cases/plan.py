@@ -75,13 +75,14 @@ class TrainHow:
     """How training steps are measured. steps: steady samples wanted; None: the default.
 
     The budget is wall time: building, compiling and warm-up count. soak_s: of GPUs, before the
-    steady samples. steady_s: seconds that the steady samples last at least.
+    steady samples; up to most_soak_s while they get warmer. steady_s: seconds that the steady samples last at least.
     """
 
     budget_s: float | None = None
     timeout_s: float = 600.0
     steps: int | None = None
     soak_s: float = SOAK_S
+    most_soak_s: float = 20.0
     steady_s: float = 0.0
     messages: bool = False
     profile: bool = False

@@ -191,6 +191,13 @@ class Sampler:
         except LOST:
             return
 
+    def temperature_c(self) -> float | None:
+        """Return the device's temperature of this moment; None where it is not known."""
+        try:
+            return self._read().temperature_c
+        except LOST:
+            return None
+
     def telemetry(self) -> Telemetry:
         """Return the state during the last `with` block, with all throttle reasons seen."""
         readings = tuple(self._readings)

@@ -1,6 +1,7 @@
 """What a calibration run measured, as inputs of a prediction."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 from stepmark.cases.case import OpCase, Rate
+from stepmark.cases.comm_case import CommCase
 from stepmark.cases.comm_curve import Curve
 from stepmark.cases.fields import differences
 from stepmark.cases.record import METHOD_VERSIONS, Measured, Telemetry
@@ -15,7 +17,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.collectives.measured_curves import run_curves
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.stats import slowest_per_sample
-from stepmark.ground.units import format_time
+from stepmark.ground.units import MIB, format_time
 from stepmark.model.device import find_device
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Attention, Copy, Gemm, Op, Phase
@@ -32,12 +34,13 @@ from stepmark.predictions.costs import (
 from stepmark.predictions.host_times import pass_times, passes_s
 from stepmark.predictions.inputs import HostOf, Inputs, no_host
 from stepmark.step.trace_ops import COMPUTE, OpTable
+from stepmark.step.workload import COMPUTE as MAIN
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.store.view import median_s, read_with_warnings
 from stepmark.tables.launches import OpLaunches, pooled
 from stepmark.timeline.ledger import Idle, Work
 from stepmark.timeline.step_cost import Costs, OpCost, PowerModel
-from stepmark.timeline.trace_columns import RankTrace
+from stepmark.timeline.trace_columns import RankInfo, RankTrace
 from stepmark.traces.kineto.arrivals import RankParts, rank_parts
 from stepmark.traces.kineto.kernels import measured_ops
 from stepmark.traces.trace_files import map_traces, recorded_traces
@@ -48,6 +51,7 @@ _MOST_BUSY = 1.1  # of a step, in kernels of compute: no stream has more
 _NOTABLE = 0.1  # scaling of computation on a host
 _NOTHING = OpCost(time_s={}, num_kernels=0.0)
 _PowerRecord = tuple[Measured, float, float]  # with mean clock and power
+_LARGE = 256 * MIB  # messages that the energy counter sees
 _MOST_SHOWN = 4  # options in which a profile differs
 # Fields in which a calibration may differ from the case: costs are scaled. Those of the model
 # are in _MODEL_SCALED.
@@ -141,6 +145,7 @@ def _with_profile(
         is_host=shallow.is_host,
         compute_slowdown=shallow.compute_slowdown,
         comm_slowdown=shallow.comm_slowdown,
+        comm_copies=shallow.comm_copies,
         memory=tuple(_memory(steps, case)),
         step=(replace(profiled.train, labels=()), shallow.step_s),
         notes=(*inputs.notes, *notes),
@@ -152,14 +157,18 @@ def _with_profile(
 class _Shallow:
     """A profiled step of few layers, with the times of its kernels without contention.
 
+    They are of `rank`, for which the others wait longest. comm_copies: as of Inputs.
     times, times_in_blocks: of all and of those of its blocks, with pauses and back to back, by
-    kind of work; step_s: unprofiled, back to back, with clock_and_power of the first device."""
+    kind of work; step_s: unprofiled, back to back, with clock_and_power of its device.
+    """
 
     workload: Workload
+    rank: int
     costs: CostOf
     gap_s: float
     compute_slowdown: Mapping[Work, float]
     comm_slowdown: float | None
+    comm_copies: Mapping[str, float]
     is_host: bool
     step_s: float
     clock_and_power: tuple[float, float] | None
@@ -181,38 +190,44 @@ def _shallow(
     for info in (result.info for result in traces.results):
         if damage := [each for each in info.damage if each.kind != "rounded"]:
             raise ConfigError("trace", info.file, f"a whole trace: {damage[0].text}")
-    ranks = [(result.info, result.value) for result in traces.results]
-    table, parts = ranks[0][1]
+    by_rank = {r.info.rank or 0: (r.info, r.value[1]) for r in traces.results}
+    rank = _slowest_rank(by_rank, workload)
+    tables = {r.info.rank or 0: r.value[0] for r in traces.results}
+    table, parts = tables[rank], by_rank[rank][1]
+    comm_copies = _comm_copies(table, workload)
+    tables = {
+        number: replace(own, ops=tuple(op for op in own.ops if op.comm not in comm_copies))
+        for number, own in tables.items()
+    }
     if not table.ops:
         raise ConfigError("trace", files[0], "a trace with operations of a step")
     notes += table.notes
     step_s = mean(slowest_per_sample(record.samples.seconds)) * record.training.cycle
-    compute_ns = sum(op.time_ns for op in table.ops if op.key.kind == COMPUTE)
+    compute_ns = sum(op.time_ns for op in tables[rank].ops if op.key.kind == COMPUTE)
     kernels_s = compute_ns * 1e-9 / len(table.steps)
     if not table.is_host and kernels_s > _MOST_BUSY * step_s:
         text = f"{format_time(kernels_s)} of kernels in a step of {format_time(step_s)}"
         raise ConfigError("trace", files[0], f"one of this step, not with {text}")
     half = len(table.steps) // 2 if "-paused" in files[0] else 0
     if table.is_host:
-        scaled, gap_s = _unprofiled(table, record)
-        tables = [scaled]
+        tables[rank], gap_s = _unprofiled(table, record)
     else:
-        tables = [own for _, (own, _) in ranks]
         steps = parts.times.steps[: half or None]
         gap_ns = sum(step.idle.kernel_gap_ns for step in steps if step.idle)
         gap_s = gap_ns * 1e-9 / max(1, sum(step.num_events for step in steps))
-    full, slowdown = _alone(tables, slice(half, None))
-    limited, _ = _alone(tables, slice(half))
-    by_rank = {info.rank or 0: (info, own) for info, (_, own) in ranks}
+    full, slowdown = _alone(tables, rank, slice(half, None))
+    limited, _ = _alone(tables, rank, slice(half))
     return _Shallow(
         workload=workload,
+        rank=rank,
         costs=ProfiledCosts(workload, full),
         gap_s=gap_s,
         compute_slowdown=slowdown,
         comm_slowdown=contention.comm_slowdown(by_rank, curves),
+        comm_copies=comm_copies,
         is_host=table.is_host,
         step_s=step_s,
-        clock_and_power=_clock_and_power(record),
+        clock_and_power=_clock_and_power(record, rank),
         times=(times_by_work(full), times_by_work(limited)),
         times_in_blocks=(
             times_by_work(full, in_blocks=True),
@@ -245,11 +260,41 @@ def _slowed(shallow: _Shallow, comm: CommCosts, notes: list[str]) -> _Shallow:
     return replace(shallow, costs=slowed, gap_s=factor * shallow.gap_s)
 
 
-def _alone(tables: Iterable[OpTable], place: slice) -> tuple[OpTable, Mapping[Work, float]]:
-    """Return the first rank's table of some of the steps without contention, and this."""
-    parts = [_with_steps(table, table.steps[place]) for table in tables]
-    found = contention.contention(parts)
-    return found.alone(parts[0]), found.slowdown
+def _slowest_rank(
+    by_rank: Mapping[int, tuple[RankInfo, RankParts]], workload: Workload
+) -> int:
+    """Return the rank of the first stage that waits least for others, as slow ones do."""
+    waits = {
+        rank: sum(end - start for start, end, _ in own.waiting)
+        for rank, own in contention.matched(by_rank, lambda _number: True).ranks.items()
+        if not workload.stage_of(rank) and own.timed
+    }
+    return min(waits, key=waits.__getitem__, default=min(by_rank))
+
+
+def _comm_copies(table: OpTable, workload: Workload) -> dict[str, float]:
+    """Return the seconds of copies on streams of collectives per byte of their messages."""
+    num_bytes = Counter[str]()
+    for op in workload.expand():
+        if isinstance(op, CommOp) and op.stream != MAIN:
+            num_bytes[op.collective] += op.message_bytes(workload.groups[op.group])
+    times_ns = Counter[str]()
+    for measured in table.ops:
+        times_ns[measured.comm] += measured.time_ns
+    return {
+        name: times_ns[name] * 1e-9 / (total * len(table.steps))
+        for name, total in num_bytes.items()
+        if times_ns[name] and total
+    }
+
+
+def _alone(
+    tables: Mapping[int, OpTable], rank: int, place: slice
+) -> tuple[OpTable, Mapping[Work, float]]:
+    """Return a rank's table of some of the steps without contention, and this."""
+    parts = {own: _with_steps(table, table.steps[place]) for own, table in tables.items()}
+    found = contention.contention(parts.values())
+    return found.alone(parts[rank]), found.slowdown
 
 
 def _with_steps(table: OpTable, steps: tuple[int, ...]) -> OpTable:
@@ -368,13 +413,14 @@ def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainC
             yield record.train, allocated, reserved
 
 
-def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel | None:
+def _power(records: Sequence[Measured], shallow: _Shallow | None) -> PowerModel | None:
     """Return the power model, where all its operators were measured with their energy."""
     readings: dict[tuple[type[Op], Rate], _PowerRecord] = {}
+    rank = shallow.rank if shallow else 0
     for record in records:
         op = record.case.op if isinstance(record.case, OpCase) else None
         is_backward = isinstance(op, Attention) and op.phase is not Phase.FWD
-        if op and not is_backward and (clock_and_power := _clock_and_power(record)):
+        if op and not is_backward and (clock_and_power := _clock_and_power(record, rank)):
             key = type(op), record.operator.rate
             if key not in readings or median_s(readings[key][0]) < median_s(record):
                 readings[key] = record, *clock_and_power
@@ -392,6 +438,7 @@ def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel 
         idle_w=readings[Copy, Rate.HALF][2],
         product_flops=readings[Gemm, Rate.SUSTAINED][0].operator.op.flops,
     )
+    model = replace(model, comm_w=_comm_w(records, rank, model.static_w))
     if shallow is None or shallow.is_host:
         return model
     model = power.with_sensitivities(model, *shallow.times)
@@ -410,6 +457,18 @@ def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel 
     return power.with_sensitivities(model, *shallow.times_in_blocks)
 
 
+def _comm_w(records: Iterable[Measured], rank: int, static_w: float) -> float:
+    """Return the power of large messages above idle; 0 where none was measured."""
+    watts = [
+        reading[1] - static_w
+        for record in records
+        if isinstance(record.case, CommCase)
+        and record.case.message_bytes >= _LARGE
+        and (reading := _clock_and_power(record, rank))
+    ]
+    return max(0.0, mean(watts)) if watts else 0.0
+
+
 def _reading(half: _PowerRecord, sustained: _PowerRecord) -> power.Reading:
     (record, full_clock_hz, part_w), samples = half, half[0].samples
     span_s = samples.wall_s - samples.soak_s
@@ -424,9 +483,9 @@ def _reading(half: _PowerRecord, sustained: _PowerRecord) -> power.Reading:
     )
 
 
-def _clock_and_power(record: Measured) -> tuple[float, float] | None:
-    """Return the means of the first device; None where it has no clock or energy counter."""
-    state = record.telemetry[0] if record.telemetry else Telemetry()
+def _clock_and_power(record: Measured, rank: int) -> tuple[float, float] | None:
+    """Return the means of a rank's device; None where it has no clock or energy counter."""
+    state = record.telemetry[rank] if rank < len(record.telemetry) else Telemetry()
     clock_hz = state.clock_hz
     watts = state.mean_power_w
     return (clock_hz, watts) if clock_hz and watts and state.energy_j else None

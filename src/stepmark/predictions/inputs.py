@@ -47,7 +47,8 @@ class Inputs:
     without one: calibration: its run; curves: of collectives; compute_slowdown, comm_slowdown:
     as in Costs; is_host: computation runs on it; memory: cases of few layers with their
     allocated and reserved bytes; memory_bytes: of the device; step: the calibrated step and
-    its measured seconds. link: factor on the bandwidth of messages; what_if: how the device was
+    its measured seconds; comm_copies: seconds of copies on the streams of collectives per byte
+    of their messages, by collective. link: factor on the bandwidth of messages; what_if: how the device was
     changed. factors: on costs, fitted to anchors. network: links between ranks; None where they
     are not known. notes: on the choice of all this.
     """
@@ -77,6 +78,7 @@ class Inputs:
     memory_bytes: int | None = None
     calibration: str = ""
     step: tuple[TrainCase, float] | None = None
+    comm_copies: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property

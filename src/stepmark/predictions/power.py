@@ -106,10 +106,18 @@ def clock_factors(power: PowerModel, slowdown: float) -> dict[Work, float]:
 
 
 def mean_power_w(
-    power: PowerModel, slowdown: float, full_s: Mapping[Work, float], step_s: float
+    power: PowerModel,
+    slowdown: float,
+    full_s: Mapping[Work, float],
+    step_s: float,
+    comm_s: float = 0.0,
 ) -> float:
-    """Return the mean power of a step. full_s: compute at full clock by kind of work."""
-    energy_j = sum(
+    """Return the mean power of a step.
+
+    full_s: compute at full clock by kind of work; comm_s: in which messages move.
+    """
+    energy_j = power.comm_w * comm_s
+    energy_j += sum(
         power.dynamic_w.get(work, 0.0)
         * time_s
         * exp((power.sensitivity.get(work, 0.0) - power.decay) * slowdown)
@@ -119,11 +127,16 @@ def mean_power_w(
 
 
 def slowdown_of(
-    power: PowerModel, full_s: Mapping[Work, float], step_s: float, slowdown: float
+    power: PowerModel,
+    full_s: Mapping[Work, float],
+    step_s: float,
+    slowdown: float,
+    comm_s: float = 0.0,
 ) -> float:
     """Return the slowdown at which the step keeps the limit; 0 if it does at full clock.
 
-    step_s: the step's time at `slowdown`. Only compute takes longer at a lower clock.
+    step_s: the step's time at `slowdown`; comm_s: in which messages move. Only compute takes
+    longer at a lower clock.
     """
     if not power.is_limited:
         return 0.0
@@ -135,7 +148,7 @@ def slowdown_of(
             time_s * (stretched.get(work, 1.0) - factors.get(work, 1.0))
             for work, time_s in full_s.items()
         )
-        return mean_power_w(power, x, full_s, step_s + added_s) - power.limit_w
+        return mean_power_w(power, x, full_s, step_s + added_s, comm_s) - power.limit_w
 
     if excess_w(0.0) <= 0:
         return 0.0

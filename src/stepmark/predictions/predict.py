@@ -28,7 +28,7 @@ from stepmark.predictions.prediction_page import page
 from stepmark.predictions.simulation import simulate
 from stepmark.predictions.step import at_clock, total
 from stepmark.predictions.training_run import TrainingRun, show_tokens, training_run
-from stepmark.step.workload import CommOp, ComputeOp, Group, Operation, Workload
+from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json
 from stepmark.timeline.ledger import Idle
@@ -292,6 +292,9 @@ def costs_of(inputs: Inputs) -> tuple[Costs, CommCosts]:
         is_of_file = inputs.times_of_file and not inputs.sends_by_network
         own_s = known_time(op) if is_of_file else None
         time_s = comm(op, group) if own_s is None else own_s
+        if op.stream != COMPUTE:
+            per_byte = inputs.comm_copies.get(op.collective, 0.0)
+            time_s += per_byte * op.message_bytes(group)
         fixed_s = min(time_s, comm.latency_s(op, group))
         part = Part.BETWEEN_HOSTS if comm.joins_hosts(group) else Part.IN_HOST
         return (fixed_s + (time_s - fixed_s) / inputs.link) * factors.get(part, 1.0)

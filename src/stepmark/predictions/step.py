@@ -44,7 +44,7 @@ def at_clock(
     full_s = step.busy_s
     power = for_products(power, product_flops_per_s)
     for _ in range(_MOST_ROUNDS):
-        new = slowdown_of(power, full_s, step.step_s, slowdown)
+        new = slowdown_of(power, full_s, step.step_s, slowdown, step.comm_s)
         is_close = abs(new - slowdown) < _CLOSE
         slowdown = new
         if is_close:
@@ -53,7 +53,7 @@ def at_clock(
     return step, Clock(
         slowdown=slowdown,
         clock_hz=power.full_clock_hz * math.exp(-slowdown),
-        power_w=mean_power_w(power, slowdown, full_s, step.step_s),
+        power_w=mean_power_w(power, slowdown, full_s, step.step_s, step.comm_s),
     )
 
 

@@ -44,7 +44,9 @@ class MeasuredOp:
     time_ns is the sum over kernels, which may overlap one another. calls counts operations of
     torch that launched it, kernels what they launched; an operation counts where its first
     kernel does. overlapped_ns: the part of the time in which communication ran; of
-    communication, that in which computation did; 0 without a GPU.
+    communication, that in which computation did; 0 without a GPU. comm: of computation on
+    another stream than all other, the collective of its stream, or "all_gather" where it has
+    none: FSDP2's copies into the buffers of gathers, and those of what was reduced.
     """
 
     step: int
@@ -55,6 +57,7 @@ class MeasuredOp:
     shortest_ns: int
     longest_ns: int
     overlapped_ns: int = 0
+    comm: str = ""
 
     @property
     def by_step_ns(self) -> dict[int, int]:

@@ -241,7 +241,8 @@ def _measure(
 
     def steady() -> None:
         with no_collection():
-            work.soak(_soak_s(case, how, end_s))
+            soak_s, most_s = _soak_s(case, how, end_s)
+            work.soak(soak_s, most_s, sampler.temperature_c)
             with sampler:
                 work.run(_num_steady(case, how), end_s, how.steady_s)
 
@@ -322,12 +323,16 @@ def _num_steady(case: TrainCase, how: TrainHow) -> int:
     return -(-num_steps // case.cycle) * case.cycle
 
 
-def _soak_s(case: TrainCase, how: TrainHow, end_s: float | None) -> float:
-    """Return the seconds of load before steady samples, at most 30 % of the time left."""
+def _soak_s(case: TrainCase, how: TrainHow, end_s: float | None) -> tuple[float, float]:
+    """Return the least and the most seconds of load before steady samples.
+
+    They are at most 30 % of the time left.
+    """
     if case.device == "cpu":
-        return 0.0
+        return 0.0, 0.0
     left_s = math.inf if end_s is None else max(0.0, end_s - time.monotonic())
-    return min(how.soak_s, SOAK_SHARE * left_s)
+    least, most = (min(own, SOAK_SHARE * left_s) for own in (how.soak_s, how.most_soak_s))
+    return least, most
 
 
 _CPU_LACKS = {

@@ -6,10 +6,12 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from stepmark.model.collectives import Collective, torch_collective
 from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, MeasuredOp, OpKey, OpTable
 from stepmark.step.workload import Workload
 from stepmark.timeline.trace_columns import (
     NONE,
+    Flags,
     GpuKind,
     Ints,
     OpColumns,
@@ -38,6 +40,8 @@ _GLOO = "gloo:"
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
 _CALL = re.compile(r"^c10d::(?:\w+_|send)$")
 _KINDS = (COMPUTE, COMM, MEMORY)
+_COMMS = ("", *Collective)  # of the stream of a kernel
+_GATHER = Collective.ALL_GATHER  # of streams without a collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,7 @@ class _Work:
     step: Ints  # index in steps, or NONE
     op_row: Ints
     counts: Ints  # 0: an operation that only dispatches another one of its kind
+    comm: Ints  # index in _COMMS
 
 
 def measured_ops(
@@ -100,7 +105,8 @@ def measured_ops(
 
 def _on_gpu(trace: RankTrace, marked: Steps) -> _Work:
     gpu = trace.gpu
-    is_comm = is_communication(trace) | (gpu_comms(trace)[0] != NONE)
+    args, _ = gpu_comms(trace)
+    is_comm = is_communication(trace) | (args != NONE)
     kind = np.where(gpu.kind == GpuKind.KERNEL, 0, _KINDS.index(MEMORY))
     in_comm, in_compute = (
         time_before(times, gpu.end) - time_before(times, gpu.start)
@@ -114,7 +120,31 @@ def _on_gpu(trace: RankTrace, marked: Steps) -> _Work:
         step=marked.of_gpu,
         op_row=operation_of(trace),
         counts=np.ones(gpu.start.size, np.int64),
+        comm=_stream_comms(trace, ~is_comm & (gpu.kind == GpuKind.KERNEL), args),
     )
+
+
+def _stream_comms(trace: RankTrace, computes: Flags, args: Ints) -> Ints:
+    """Return the collective of the stream of each kernel that `computes` beside most others.
+
+    args: index in trace.comm_args of each event, or NONE.
+    """
+    gpu = trace.gpu
+    comms = np.zeros(gpu.start.size, np.int64)
+    durations = (gpu.end - gpu.start)[computes]
+    times = np.bincount(gpu.stream[computes], durations, len(trace.streams))
+    devices = np.array([device for device, _ in trace.streams], np.int64)
+    for stream in np.flatnonzero(times).tolist():
+        if times[stream] == times[devices == devices[stream]].max():
+            continue
+        own = gpu.stream == stream
+        calls = args[own & (args != NONE)]
+        name: str = _GATHER
+        if calls.size:
+            most = int(np.bincount(calls).argmax())
+            name = torch_collective(trace.comm_args[most].collective)
+        comms[own & computes] = _COMMS.index(name) if name in _COMMS else 0
+    return comms
 
 
 def _launched_by_graphs(trace: RankTrace, marked: Steps) -> int:
@@ -139,6 +169,7 @@ def _on_host(host: HostOps, marked: Steps) -> _Work:
         step=step_of(marked, ops.start[rows]),
         op_row=rows,
         counts=(host.inner_product[rows] == rows).astype(np.int64),
+        comm=np.zeros(rows.size, np.int64),
     )
 
 
@@ -193,7 +224,7 @@ def _sums(
             attribution.phase[rows],
             attribution.is_recomputed[rows],
         ),
-        *(work.kind[rows], op, work.name[rows]),
+        *(work.kind[rows], op, work.name[rows], work.comm[rows]),
     )
     first, group = distinct(columns)
     # An operation counts where its first kernel does, or else its first copy or memset.
@@ -215,7 +246,7 @@ def _sums(
     sums = np.stack((time_ns, num_calls, kernels, shortest, longest, overlapped), axis=1)
     keys = np.stack([column[first] for column in columns], axis=1)
     for indices, values in zip(keys.tolist(), sums.tolist(), strict=True):
-        step, place, phase, is_recomputed, kind, op_name, name = indices
+        step, place, phase, is_recomputed, kind, op_name, name, comm = indices
         role, module, layer = attribution.places[place]
         key = OpKey(
             role=role,
@@ -227,4 +258,4 @@ def _sums(
             op=trace.names[op_name] if op_name != NONE else "",
             name=trace.names[name],
         )
-        yield MeasuredOp(numbers[step], key, *values)
+        yield MeasuredOp(numbers[step], key, *values, comm=_COMMS[comm])
