@@ -31,6 +31,7 @@ from stepmark.cases.flops import per_token
 from stepmark.cases.plan import STEP_LAUNCH
 from stepmark.cases.record import Measured
 from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import CompileScope
 from stepmark.ground.errors import StepmarkError
 from stepmark.ground.option_groups import ResumeOptions
 from stepmark.ground.options import WholeNumbers, build, flag
@@ -307,7 +308,7 @@ def _row(own: Mapping[str, Any], records: list[Measured], step: Step | None) -> 
     facts = records[0].training
     assert facts is not None
     measured_s = statistics.mean(view.median_s(record) * case.cycle for record in records)
-    bound, strategy, compiled = step_report.stratum(case, own["bound"])
+    bound, strategy, compiled = _stratum(case, own["bound"])
     tokens = case.tokens_per_step * case.micro_steps
     sizes = own["memory"] or {}
     row = {
@@ -355,6 +356,16 @@ def _row(own: Mapping[str, Any], records: list[Measured], step: Step | None) -> 
     ]
     row["largest_line_error_pct"] = max(large, default=None)
     return row
+
+
+def _stratum(case: TrainCase, bound: str) -> tuple[str, str, str]:
+    """Return the bound and the type of device, the strategy, and whether it is compiled."""
+    strategy = case.data_parallel.value if case.num_ranks > 1 else "single"
+    if max(case.parallel.tp, case.parallel.pp) > 1:
+        strategy = case.strategy
+    is_compiled = case.compile is not CompileScope.NONE
+    where = bound if case.device == "cuda" else f"{bound}, {case.device}"
+    return where, strategy, "compiled" if is_compiled else "eager"
 
 
 def main() -> int:

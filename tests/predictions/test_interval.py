@@ -4,8 +4,11 @@ import json
 import math
 import random
 import sys
+from collections import Counter
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +20,13 @@ import published_steps
 
 from stepmark.cli.main import status
 from stepmark.ground.options import build
-from stepmark.predictions.interval import COVERAGE, PastPrediction, interval, signed_interval
-from stepmark.predictions.predict import predict
+from stepmark.predictions import calibrated_errors
+from stepmark.predictions.calibrated_errors import PastError
+from stepmark.predictions.interval import COVERAGE, few_sided, signed_interval
+from stepmark.predictions.predict import of_job, predict
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import PredictOptions
+from stepmark.predictions.prediction import Prediction
 from stepmark.predictions.sheet_errors import (
     FEWEST,
     TABLE,
@@ -34,45 +40,34 @@ from stepmark.predictions.sheet_errors import (
 
 ROOT = Path(__file__).parents[2]
 STEPS = published_jobs.read_rows("published-steps.csv")
-STRATUM = ("device", "fsdp", "compiled")
 
 
-def past(errors: list[float], stratum: tuple[str, str, str] = STRATUM) -> list[PastPrediction]:
-    return [
-        PastPrediction(stratum=stratum, predicted_s=1.0, measured_s=1 + error)
-        for error in errors
-    ]
+@pytest.mark.parametrize(("count", "coverage"), [(1, 0.5), (4, 0.8), (8, 8 / 9), (9, 0.9)])
+def test_few_rows_have_the_largest_error_and_say_how_often_it_holds(
+    count: int, coverage: float
+) -> None:
+    made = few_sided([0.01] * (count - 1) + [-0.05], 0.4, "rows")
+    assert made.coverage == pytest.approx(coverage)
+    assert made.high_s == pytest.approx(0.4 * math.exp(0.05))
+    assert made.low_s == pytest.approx(0.4 * math.exp(-0.05))
+    assert str(made) == f"{100 * coverage:.0f} % interval 380.5 to 420.5 ms"
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 8])
-def test_too_few_rows_have_no_interval(count: int) -> None:
-    made = interval(past([0.01] * count), STRATUM, 0.4)
-    assert (made.low_s, made.high_s) == (None, None)
-    assert str(made) == f"no interval: {count} past predictions like it, 9 needed"
+def test_no_rows_have_no_interval() -> None:
+    assert str(few_sided([], 0.4, "rows")) == "no interval: 0 rows, 9 needed"
 
 
-def test_nine_rows_give_the_largest_error() -> None:
-    made = interval(past([0.01] * 8 + [0.05]), STRATUM, 0.4)
-    assert made.high_s == pytest.approx(0.4 * 1.05)
-    assert made.low_s == pytest.approx(0.4 / 1.05)
-    assert str(made) == "90 % interval 381.0 to 420.0 ms"
-
-
-def test_rows_of_other_strata_do_not_count() -> None:
-    rows = past([0.3] * 20, ("host", "fsdp", "compiled")) + past([0.01] * 9)
-    assert interval(rows, STRATUM, 1.0).high_s == pytest.approx(1.01)
-
-
-def test_coverage_of_exchangeable_rows() -> None:
+@pytest.mark.parametrize("count", [5, 15])
+def test_coverage_of_exchangeable_rows(count: int) -> None:
     rng = random.Random(7)
     covered = 0
     for _ in range(2000):
-        *known, new = (rng.gauss(0, 0.02) for _ in range(15))
-        made = interval(past(known), STRATUM, 1.0)
+        *known, new = (rng.gauss(0, 0.02) for _ in range(count + 1))
+        made = few_sided(known, 1.0, "rows")
         assert made.low_s is not None
         assert made.high_s is not None
-        covered += made.low_s <= 1 + new <= made.high_s
-    assert covered / 2000 >= COVERAGE - 0.02
+        covered += made.low_s <= math.exp(new) <= made.high_s
+    assert covered / 2000 >= made.coverage - 0.02
 
 
 @settings(max_examples=50)
@@ -258,9 +253,45 @@ def test_predictions_by_data_sheet_have_an_interval(
     assert expected in printed
 
 
-def test_measured_parts_have_no_interval_by_data_sheet(tmp_path: Path) -> None:
-    answer = tmp_path / "answer.json"
-    run = ROOT / "results" / "h100-run"
-    words = ["--from-run", str(run), "--json", str(answer)]
-    assert status(["predict", *words]) == 0
-    assert json.loads(answer.read_text())["interval"] is None
+def of_run(name: str, **changes: Any) -> Prediction:
+    return of_job(build(PredictOptions, {"from_run": ROOT / "results" / name, **changes}))
+
+
+def test_a_calibrated_step_has_the_errors_of_committed_ones_like_it() -> None:
+    rows = Counter(each.traits for each in calibrated_errors.past_errors())
+    single = of_run("h100-run")
+    traits = ("bound by the device", "one GPU")
+    assert single.interval is not None
+    assert single.interval.traits == traits
+    assert single.interval.num_rows == rows[traits] >= 18
+    assert single.interval.coverage == COVERAGE
+    assert single.interval.high_s is not None
+    assert 1 < single.interval.high_s / single.step_s < 1.03
+    several = of_run("h100-x4-predictions-1", models=("llama-3.1-8b",), seq_len=8192)
+    assert several.interval is not None
+    assert several.interval.num_rows == rows["bound by the device", "several GPUs"]
+    assert any("so few give" in note for note in several.notes)
+
+
+def test_a_scaled_step_and_one_on_a_cpu_have_no_interval() -> None:
+    scaled = of_run("h100-run", mbs=(4,))
+    assert scaled.interval is None
+    assert any("is scaled or of another source" in note for note in scaled.notes)
+    case = scaled.inputs.case
+    assert case is not None
+    on_cpu = replace(scaled, inputs=replace(scaled.inputs, case=replace(case, device="cpu")))
+    interval, notes = calibrated_errors.interval_of(on_cpu)
+    assert (interval, notes) == (None, ["no interval: committed predictions are of GPUs"])
+
+
+@pytest.mark.parametrize(("own", "num_rows"), [(4, 4), (3, 8), (0, 5)])
+def test_a_class_of_few_is_part_of_that_of_as_many_gpus(own: int, num_rows: int) -> None:
+    single = of_run("h100-run")
+    errors = [PastError(("bound by the device", "one GPU"), 0.01)] * own
+    errors += [PastError(("bound by the host", "one GPU"), 0.5)] * 5
+    errors += [PastError(("bound by the device", "several GPUs"), 0.7)] * 9
+    interval, _ = calibrated_errors.interval_of(single, errors)
+    assert interval is not None
+    assert interval.num_rows == num_rows
+    most = 0.01 if own == 4 else 0.5
+    assert interval.high_s == pytest.approx(single.step_s * math.exp(most))

@@ -6,13 +6,13 @@ import io
 import json
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.traces.comm_traces import TraceWriter
-from tests.training.train_records import fsdp, micro, single, train_measured, train_run
+from tests.training.train_records import fsdp, micro, train_measured, train_run
 
 from stepmark.cases.case import Label
 from stepmark.cases.plan import STEP_LAUNCH
@@ -20,6 +20,7 @@ from stepmark.cases.record import Measured
 from stepmark.cases.train_case import TrainCase
 from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
+from stepmark.predictions.interval import Interval
 from stepmark.runs import step_report
 from stepmark.runs.step_ledger import measured_ledger
 from stepmark.store import predictions
@@ -219,7 +220,12 @@ def test_the_text_has_groups_and_their_lines(capsys: pytest.CaptureFixture[str])
     assert "Definitions: docs/traces.md." in lines
 
 
-def predicted(folder: Path, created_at: str) -> tuple[Path, str]:
+INTERVAL = Interval(low_s=0.9e-3, high_s=1.1e-3, num_rows=4, basis="rows", coverage=0.8)
+
+
+def predicted(
+    folder: Path, created_at: str, interval: object = asdict(INTERVAL)
+) -> tuple[Path, str]:
     """Write a run of one profiled step whose committed prediction is 1 ms; return its hash."""
     path = written(folder, [1.08e-3] * 3, fsdp(2), launch=STEP_LAUNCH, started_at=1.7e9)
     lines = (("compute", "matmul", 600_000), ("exposed communication", "all_reduce", 400_000))
@@ -227,7 +233,7 @@ def predicted(folder: Path, created_at: str) -> tuple[Path, str]:
         {"stage": 0, "group": group, "line": line, "time_ns": time_ns}
         for group, line, time_ns in lines
     ]
-    known = {"step_s": 1e-3, "bound": "device", "device": "H200", "interval": "no interval"}
+    known = {"step_s": 1e-3, "bound": "device", "device": "H200", "interval": interval}
     power = dict.fromkeys(("clock_hz", "power_w", "energy_j"))
     parts = [{"stage": 0, "part": WAITING, "time_ns": 100_000}]
     entry = {**known, **power, "memory": None, "ledger": ledger, "ledger_parts": parts}
@@ -258,9 +264,8 @@ def test_the_page_of_a_predicted_step(
     assert titles[1] == "Prediction"
     assert titles[2].startswith("Samples: ")
     (headline,) = re.findall("<h1>(.*?)</h1>", html)
-    assert headline.endswith("measured 1.08 ms, predicted 1 ms (7.4 % too low)")
+    assert headline.endswith(f"measured 1.08 ms, predicted 1 ms (7.4 % too low; {INTERVAL})")
     assert html.index(headline) < html.index("<title>Ledger of ") < html.index("<nav>")
-    assert "note: prediction: no interval" in html
     assert f"committed {when} the measurement, {created_at[:10]} 00:00:00 UTC, and not" in html
     assert digest in html
     assert re.search(r"\n    matmul +0\.600 +0\.\d+ ", html)
@@ -268,12 +273,25 @@ def test_the_page_of_a_predicted_step(
     assert "sum of absolute differences" in html
     assert status(["runs", "show", str(path)]) == 0
     sentence = capsys.readouterr().out.splitlines()[-1]
-    assert "measured 1.08 ms, predicted 1 ms (7.4 % too low); " in sentence
+    assert f"measured 1.08 ms, predicted 1 ms (7.4 % too low; {INTERVAL}); " in sentence
     (path / "traces" / "rank1.json").unlink()
     assert status(["report", str(path)]) == 0
     html = (path / "report.html").read_text()
-    assert "measured 1.1 ms, predicted 1.0 ms (no interval)" in html
+    assert f"measured 1.1 ms, predicted 1.0 ms ({INTERVAL})" in html
     assert "Ledger of" not in html
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [("no interval: 0 rows", ""), (None, ""), (asdict(INTERVAL), f"; {INTERVAL}")],
+)
+def test_the_interval_of_older_predictions_is_text(
+    tmp_path: Path, interval: object, words: str
+) -> None:
+    path, _ = predicted(tmp_path / "20260101-000000-aaaa", EARLY, interval)
+    report = step_report.step_report(path, view(path))
+    assert report is not None
+    assert f"predicted 1 ms (7.4 % too low{words})" in report.steps[0].sentence
 
 
 def test_the_page_of_a_prediction_that_was_changed(
@@ -302,13 +320,3 @@ def test_a_gpu_that_heat_slowed_down_is_named(name: str, is_hot: bool) -> None:
     notes = [note for note in report.notes if "heat slowed down" in note]
     assert bool(notes) is is_hot
     assert all("GPU of rank 3 (" in note for note in notes)
-
-
-def test_past_predictions_of_gpus_say_nothing_of_a_cpu() -> None:
-    def num_past(case: TrainCase) -> int:
-        own = step_report.stratum(case, "device")
-        return sum(past.stratum == own for past in step_report.past_predictions())
-
-    on_gpu = single(device="cuda")
-    assert num_past(on_gpu) >= 9
-    assert num_past(replace(on_gpu, device="cpu")) == 0

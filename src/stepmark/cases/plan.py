@@ -75,7 +75,8 @@ class TrainHow:
     """How training steps are measured. steps: steady samples wanted; None: the default.
 
     The budget is wall time: building, compiling and warm-up count. soak_s: of GPUs, before the
-    steady samples; up to most_soak_s while they get warmer. steady_s: seconds that the steady samples last at least.
+    steady samples; up to most_soak_s while they get warmer. steady_s: seconds that the steady
+    samples last at least.
     """
 
     budget_s: float | None = None

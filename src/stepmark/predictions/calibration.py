@@ -260,9 +260,7 @@ def _slowed(shallow: _Shallow, comm: CommCosts, notes: list[str]) -> _Shallow:
     return replace(shallow, costs=slowed, gap_s=factor * shallow.gap_s)
 
 
-def _slowest_rank(
-    by_rank: Mapping[int, tuple[RankInfo, RankParts]], workload: Workload
-) -> int:
+def _slowest_rank(by_rank: Mapping[int, tuple[RankInfo, RankParts]], workload: Workload) -> int:
     """Return the rank of the first stage that waits least for others, as slow ones do."""
     waits = {
         rank: sum(end - start for start, end, _ in own.waiting)

@@ -48,9 +48,9 @@ class Inputs:
     as in Costs; is_host: computation runs on it; memory: cases of few layers with their
     allocated and reserved bytes; memory_bytes: of the device; step: the calibrated step and
     its measured seconds; comm_copies: seconds of copies on the streams of collectives per byte
-    of their messages, by collective. link: factor on the bandwidth of messages; what_if: how the device was
-    changed. factors: on costs, fitted to anchors. network: links between ranks; None where they
-    are not known. notes: on the choice of all this.
+    of their messages, by collective. link: factor on the bandwidth of messages; what_if: how
+    the device was changed. factors: on costs, fitted to anchors. network: links between ranks;
+    None where they are not known. notes: on the choice of all this.
     """
 
     name: str

@@ -2,7 +2,8 @@
 
 Split conformal prediction (Vovk et al., Algorithmic Learning in a Random World, 2005): of n
 errors of predictions like it the ceil((n + 1) * 0.9)-th smallest bounds the next one with a
-probability of at least 0.9, if rows are exchangeable. Fewer than nine rows have no such one.
+probability of at least 0.9, if rows are exchangeable. Fewer than nine rows have no such one;
+the largest of n bounds it with n / (n + 1).
 Predictions that are mostly too short have an interval with 0.05 on each side by the same rule
 on signed errors, which takes 19 rows. It reaches to the prediction, which errors of others
 cannot rule out: that all of their steps took longer says how they ran, not what is possible.
@@ -11,7 +12,7 @@ cannot rule out: that all of their steps took longer says how they ran, not what
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, compress
-from math import ceil, exp, log
+from math import ceil, exp
 from statistics import median
 
 COVERAGE = 0.9
@@ -21,17 +22,8 @@ _ROUNDING = 1e-9  # of sums of weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PastPrediction:
-    """A prediction and what was measured afterwards. stratum: bound, strategy, compiled."""
-
-    stratum: tuple[str, str, str]
-    predicted_s: float
-    measured_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Range in which the step is with a probability of COVERAGE; None: too few rows.
+    """Range in which the step is with a probability of `coverage`; None: too few rows.
 
     basis: which predictions the errors are of. traits: what these have in common with this one.
     median_ratio: of measured over predicted seconds, where the errors alone have the prediction
@@ -44,6 +36,7 @@ class Interval:
     basis: str
     traits: tuple[str, ...] = ()
     median_ratio: float | None = None
+    coverage: float = COVERAGE
 
     @property
     def is_known(self) -> bool:
@@ -54,18 +47,24 @@ class Interval:
             return f"no interval: {self.num_rows} {self.basis}, {_FEWEST} needed"
         low = self.low_s * 1e3
         high = self.high_s * 1e3
-        text = f"{100 * COVERAGE:.0f} % interval {low:.1f} to {high:.1f} ms"
+        text = f"{100 * self.coverage:.0f} % interval {low:.1f} to {high:.1f} ms"
         if self.median_ratio is not None:
             text += f" (the {self.basis} took {self.median_ratio:.2g} x as long in the median)"
         return text
 
 
-def interval(
-    past: Iterable[PastPrediction], stratum: tuple[str, str, str], predicted_s: float
+def few_sided(
+    errors: Sequence[float], predicted_s: float, basis: str, traits: tuple[str, ...] = ()
 ) -> Interval:
-    """Return the interval of a prediction from past ones of its stratum."""
-    errors = [log(row.measured_s / row.predicted_s) for row in past if row.stratum == stratum]
-    return _around(predicted_s, _equal_sides(errors), len(errors))
+    """Return the interval from errors of either sign, of what so few give of COVERAGE.
+
+    errors: logarithms of measured over predicted seconds.
+    """
+    count = len(errors)
+    size = max(map(abs, errors), default=0.0)
+    sides = _equal_sides(errors) or ((-size, size) if errors else None)
+    around = _around(predicted_s, sides, count, basis)
+    return replace(around, traits=traits, coverage=min(COVERAGE, count / (count + 1)))
 
 
 def signed_interval(
@@ -108,7 +107,7 @@ def _around(
     predicted_s: float,
     sides: tuple[float, float] | None,
     num_rows: int,
-    basis: str = "past predictions like it",
+    basis: str,
 ) -> Interval:
     if sides is None:
         return Interval(low_s=None, high_s=None, num_rows=num_rows, basis=basis)

@@ -11,7 +11,7 @@ from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.ops import Phase
 from stepmark.model.systems import IN_HOST
-from stepmark.predictions import framework_job, prediction_text, sheet_errors
+from stepmark.predictions import calibrated_errors, framework_job, prediction_text, sheet_errors
 from stepmark.predictions.anchored_steps import fit_anchors, read_anchors
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
@@ -103,7 +103,7 @@ def _predicted(
     training = _training_run(options, inputs)
     with Waiting(f"predicting a step of {inputs.name}"):
         prediction = predict(changed(inputs, changes))
-    interval, interval_notes = sheet_errors.interval_of(prediction, anchored)
+    interval, interval_notes = interval_of(prediction, anchored)
     measured = None
     if options.measured:
         measured = _measured(options.measured, inputs, prediction, interval)
@@ -116,6 +116,18 @@ def _predicted(
         run=training,
         measured=measured,
     )
+
+
+def interval_of(
+    prediction: Prediction, anchored: Anchored | None = None
+) -> tuple[Interval | None, list[str]]:
+    """Return the interval by anchors, by calibrated steps or by published ones, and notes."""
+    if anchored:
+        interval = anchored.interval(prediction.step_s)
+        return interval, [] if interval.is_known else [str(interval)]
+    if prediction.inputs.calibration:
+        return calibrated_errors.interval_of(prediction)
+    return sheet_errors.interval_of(prediction)
 
 
 def _training_run(options: PredictOptions, inputs: Inputs) -> TrainingRun | None:

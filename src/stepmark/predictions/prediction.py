@@ -24,6 +24,7 @@ from stepmark.timeline.step_cost import Source
 from stepmark.training import remedies
 
 HOST = "the host"
+DEVICE = "the device"
 EXPOSED = "exposed communication"
 _CLOSE_MEMORY = (  # docs/prediction.md
     "memory may run out, and torch's allocator then frees its cache in every step: "

@@ -20,7 +20,6 @@ from statistics import fmean
 
 from stepmark.ground.grouping import group_by
 from stepmark.model.device import DeviceSpec, load_devices
-from stepmark.predictions.factors import Anchored
 from stepmark.predictions.interval import Interval, signed_interval
 from stepmark.predictions.prediction import EXPOSED, HOST, Prediction, shares_pct
 from stepmark.timeline.step_cost import Source
@@ -131,13 +130,8 @@ def _differences(errors: tuple[SheetError, ...]) -> Sequence[Sequence[float]]:
     return [own for own in pairs if own]
 
 
-def interval_of(
-    prediction: Prediction, anchored: Anchored | None
-) -> tuple[Interval | None, list[str]]:
-    """Return the interval of a prediction by anchors or by data sheet, and notes on it."""
-    if anchored:
-        interval = anchored.interval(prediction.step_s)
-        return interval, [] if interval.is_known else [str(interval)]
+def interval_of(prediction: Prediction) -> tuple[Interval | None, list[str]]:
+    """Return the interval of a prediction by data sheet, and notes on it."""
     inputs = prediction.inputs
     is_on_gpu = inputs.case is None or inputs.case.device == "cuda"
     is_by_sheet = set(prediction.sources) <= {Source.SHEET, Source.RULE}

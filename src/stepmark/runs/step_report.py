@@ -1,11 +1,9 @@
 """The predicted step of a run: committed before it is measured, and compared afterwards."""
 
-import csv
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,10 @@ from stepmark.cases.plan import STEP_LAUNCH, Plan
 from stepmark.cases.record import Measured
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.train_words import shape_text
-from stepmark.cases.training import CompileScope
 from stepmark.ground.errors import ConfigError, StepmarkError
-from stepmark.predictions.interval import PastPrediction, interval
-from stepmark.predictions.predict import calibration_notes, predict
+from stepmark.predictions.calibrated_errors import VERSION
+from stepmark.predictions.interval import Interval
+from stepmark.predictions.predict import calibration_notes, interval_of, predict
 from stepmark.predictions.predict_inputs import of_training, step_words
 from stepmark.predictions.predicted_steps import Step, StepReport
 from stepmark.predictions.prediction import ledgers_of
@@ -30,8 +28,6 @@ from stepmark.timeline import ledger_text as report_ledger
 from stepmark.timeline.ledger import Ledger, MeasuredLedger, StepPower
 from stepmark.workloads.rules.pytorch.case import of_case
 
-VERSION = 3  # of the predictor: rows of other versions are no past predictions of this one
-_TABLE = "predictions.csv"
 _SLOWED = 0.98  # of the highest clock of any rank
 _CLOCK_STEP_S = 1.0  # by which a clock may be set back
 
@@ -79,44 +75,9 @@ def predicted_steps(run: Path, plan: Plan) -> dict[str, Any]:
 def _prediction(run: Path, case: TrainCase) -> Row:
     inputs = of_training(case, run)
     prediction = predict(inputs)
-    more = calibration_notes(inputs)
-    document = replace(prediction, notes=(*prediction.notes, *more)).document()
-    around = interval(
-        past_predictions(), stratum(case, str(document["bound"])), prediction.step_s
-    )
-    low_high = around.low_s, around.high_s
-    return {**document, "interval_s": low_high, "interval": str(around)}
-
-
-def stratum(case: TrainCase, bound: str) -> tuple[str, str, str]:
-    """Return what past predictions must share with a case.
-
-    These are the bound and the type of device, the strategy, and whether it is compiled.
-    """
-    strategy = case.data_parallel.value if case.num_ranks > 1 else "single"
-    if max(case.parallel.tp, case.parallel.pp) > 1:
-        strategy = case.strategy
-    is_compiled = case.compile is not CompileScope.NONE
-    # Shipped predictions are of GPUs; they say nothing of a CPU, whose cores others may share.
-    where = bound if case.device == "cuda" else f"{bound}, {case.device}"
-    return where, strategy, "compiled" if is_compiled else "eager"
-
-
-def past_predictions() -> Sequence[PastPrediction]:
-    """Return the committed table of predictions of this version."""
-    path = files("stepmark").joinpath("data", _TABLE)
-    if not path.is_file():
-        return ()
-    with path.open(encoding="utf-8") as file:
-        return tuple(
-            PastPrediction(
-                stratum=(row["bound"], row["strategy"], row["compiled"]),
-                predicted_s=float(row["predicted_s"]),
-                measured_s=float(row["measured_s"]),
-            )
-            for row in csv.DictReader(file)
-            if int(row["version"]) == VERSION
-        )
+    interval, more = interval_of(prediction)
+    notes = (*prediction.notes, *more, *calibration_notes(inputs))
+    return replace(prediction, interval=interval, notes=notes).document()
 
 
 def step_report(path: Path, run: View) -> StepReport | None:
@@ -138,8 +99,6 @@ def step_report(path: Path, run: View) -> StepReport | None:
         predicted = entry["prediction"]
         if entry["problem"]:
             notes.append(f"no prediction: {entry['problem']}")
-        elif not _has_interval(predicted):
-            notes.append(f"prediction: {predicted['interval']}")
         records = records_of(run, case_id)
         for record in records:
             if record.started_at < created_at - _CLOCK_STEP_S:
@@ -166,8 +125,12 @@ def step_report(path: Path, run: View) -> StepReport | None:
     )
 
 
-def _has_interval(predicted: Mapping[str, Any]) -> bool:
-    return None not in predicted.get("interval_s", (None,))
+def _interval(predicted: Mapping[str, Any]) -> str:
+    """Return the interval of a prediction's document in words; "": there is none."""
+    interval = predicted["interval"]
+    if not interval or isinstance(interval, str):  # that of older releases
+        return interval if interval and None not in predicted.get("interval_s", [None]) else ""
+    return str(Interval(**interval))
 
 
 def reported(path: Path, run: View) -> StepReport | ConfigError | None:
@@ -200,7 +163,9 @@ def _totals(predicted: Mapping[str, Any], records: Sequence[Measured]) -> str:
     name = f"{case.model.name} {shape_text(case)}"
     measured = f"measured {' and '.join(times)} ms" if times else "not measured"
     predicted_ms = 1e3 * predicted["step_s"]
-    return f"{name}: {measured}, predicted {predicted_ms:.1f} ms ({predicted['interval']})"
+    around = _interval(predicted)
+    text = f"{name}: {measured}, predicted {predicted_ms:.1f} ms"
+    return f"{text} ({around})" if around else text
 
 
 def _step(
@@ -218,7 +183,7 @@ def _step(
     if predicted:
         ledger = ledgers_of(predicted)[of_case(case).stage_of(measured.rank)]
         power = StepPower(**{n: predicted[n] for n in ("clock_hz", "power_w", "energy_j")})
-        around = predicted["interval"] if _has_interval(predicted) else ""
+        around = _interval(predicted)
     devices = ", ".join(sorted({device.name for device in run.run.environment.devices}))
     name = f"{case.model.name} {case.strategy} on {case.num_ranks} x {devices}"
     place = case.case_id, record.launch
