@@ -74,11 +74,17 @@ def measured_ledger(folder: Path, record: Measured) -> MeasuredLedger:
         for own in by_rank.values()
     ]
 
-    def own_ns(ledger: Ledger) -> int:
-        """Return the time in which a rank does not merely communicate: others wait for it."""
-        return ledger.window_ns - ledger.total(Group.COMM)
+    def own_ns(step: RankLedger) -> int:
+        """Return the time in which a rank waits for no other: others wait for the slowest.
 
-    slowest = max(medians, key=lambda step: (own_ns(step.ledger), -step.rank))
+        Waiting is also hidden by computation; unknown, all exposed communication counts as it.
+        """
+        waiting_ns = step.times.waiting_ns
+        if waiting_ns is None:
+            waiting_ns = step.ledger.total(Group.COMM)
+        return step.ledger.window_ns - waiting_ns
+
+    slowest = max(medians, key=lambda step: (own_ns(step), -step.rank))
     if slowest.step is None:
         raise ConfigError("trace", files[0], "a trace with marks of its steps (ProfilerStep)")
     step_s = summarize(means).median * training.cycle
