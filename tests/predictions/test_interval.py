@@ -290,7 +290,7 @@ def test_a_class_of_few_is_part_of_that_of_as_many_gpus(own: int, num_rows: int)
     errors = [PastError(("bound by the device", "one GPU"), 0.01)] * own
     errors += [PastError(("bound by the host", "one GPU"), 0.5)] * 5
     errors += [PastError(("bound by the device", "several GPUs"), 0.7)] * 9
-    interval, _ = calibrated_errors.interval_of(single, errors)
+    interval, _ = calibrated_errors.interval_of(single, errors=errors)
     assert interval is not None
     assert interval.num_rows == num_rows
     most = 0.01 if own == 4 else 0.5

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from math import log
+from math import exp, log
 
 from stepmark.predictions.interval import COVERAGE, Interval, few_sided
 from stepmark.predictions.prediction import DEVICE, HOST, Prediction
@@ -51,11 +51,14 @@ def _traits(*, is_host_bound: bool, num_ranks: int) -> Traits:
 
 
 def interval_of(
-    prediction: Prediction, errors: Sequence[PastError] | None = None
+    prediction: Prediction,
+    calibrated_error: float = 0.0,
+    errors: Sequence[PastError] | None = None,
 ) -> tuple[Interval | None, list[str]]:
     """Return the interval of a prediction from a calibration, and notes on it.
 
-    errors: of the shipped table, if left out.
+    It reaches as far as the calibrated step was off: calibrated_error is the log of its time
+    over its prediction. errors: of the shipped table, if left out.
     """
     inputs = prediction.inputs
     if inputs.case is None or not inputs.calibration or prediction.is_lower_bound:
@@ -66,7 +69,7 @@ def interval_of(
     measured_s = prediction.sources.get(Source.MEASURED, 0.0)
     if measured_s < (1 - _MOST_SCALED) * total_s:
         share = 1 - measured_s / total_s
-        text = f"{share:.0%} of the compute time is scaled or of another source, of which no"
+        text = f"{100 * share:.0f} % of the compute time is scaled or of another source, of which no"
         return None, [f"no interval: {text} committed prediction tells an error"]
     known = past_errors() if errors is None else errors
     num_ranks = inputs.case.num_ranks
@@ -77,8 +80,9 @@ def interval_of(
         traits = own[1:]
         logs = [each.log_ratio for each in known if each.traits[1:] == traits]
     interval = few_sided(logs, prediction.step_s, "committed predictions", traits)
+    interval = interval.reaching(prediction.step_s * exp(calibrated_error))
     note = f"the interval is by the errors of {len(logs)} committed predictions of its class"
     note = f"{note}: {', '.join(traits)}"
     if interval.coverage < COVERAGE:
-        note += f"; so few give {interval.coverage:.0%} at most"
+        note += f"; so few give {100 * interval.coverage:.0f} % at most"
     return interval, [note]

@@ -46,11 +46,12 @@ class Inputs:
     operations, the best first. What a calibration measures has the value of what is not known
     without one: calibration: its run; curves: of collectives; compute_slowdown, comm_slowdown:
     as in Costs; is_host: computation runs on it; memory: cases of few layers with their
-    allocated and reserved bytes; memory_bytes: of the device; step: the calibrated step and
-    its measured seconds; comm_copies: seconds of copies on the streams of collectives per byte
-    of their messages, by collective. link: factor on the bandwidth of messages; what_if: how
-    the device was changed. factors: on costs, fitted to anchors. network: links between ranks;
-    None where they are not known. notes: on the choice of all this.
+    allocated and reserved bytes; memory_bytes: of the device; host_factor: on host_s, by the
+    calibrated step; step: that step and its measured seconds; comm_copies: seconds of copies on
+    the streams of collectives per byte of their messages, by collective. link: factor on the
+    bandwidth of messages; what_if: how the device was changed. factors: on costs, fitted to
+    anchors. network: links between ranks; None where they are not known. notes: on the choice
+    of all this.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Inputs:
     times_of_file: bool = False  # they are the costs
     sends_by_network: bool = False  # but for messages, which a chosen network sends
     host_s: HostOf = no_host
+    host_factor: float = 1.0
     host_is_known: bool = False
     gap_s: float = _GAP_S
     is_host: bool = False

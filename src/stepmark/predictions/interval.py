@@ -42,6 +42,12 @@ class Interval:
     def is_known(self) -> bool:
         return self.low_s is not None
 
+    def reaching(self, step_s: float) -> "Interval":
+        """Return the interval that also has this step, if it is known."""
+        if self.low_s is None or self.high_s is None:
+            return self
+        return replace(self, low_s=min(self.low_s, step_s), high_s=max(self.high_s, step_s))
+
     def __str__(self) -> str:
         if self.low_s is None or self.high_s is None:
             return f"no interval: {self.num_rows} {self.basis}, {_FEWEST} needed"

@@ -1,9 +1,11 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 
+from stepmark.cases.train_case import TrainCase
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.units import format_time
@@ -26,7 +28,7 @@ from stepmark.predictions.prediction import Prediction
 from stepmark.predictions.prediction_notes import first_few, notes_of
 from stepmark.predictions.prediction_page import page
 from stepmark.predictions.simulation import simulate
-from stepmark.predictions.step import at_clock, total
+from stepmark.predictions.step import at_clock, fitted_factor, total
 from stepmark.predictions.training_run import TrainingRun, show_tokens, training_run
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.store.view import print_text
@@ -126,7 +128,7 @@ def interval_of(
         interval = anchored.interval(prediction.step_s)
         return interval, [] if interval.is_known else [str(interval)]
     if prediction.inputs.calibration:
-        return calibrated_errors.interval_of(prediction)
+        return calibrated_errors.interval_of(prediction, calibrated_error(prediction.inputs))
     return sheet_errors.interval_of(prediction)
 
 
@@ -187,6 +189,10 @@ def anchored_by(options: Job) -> Anchored:
 
 def predict(inputs: Inputs) -> Prediction:
     """Return the prediction of a step. Raises ConfigError."""
+    return _of_inputs(_with_host_of_step(inputs))
+
+
+def _of_inputs(inputs: Inputs) -> Prediction:
     workload = inputs.workload
     file = inputs.file
     power = inputs.power
@@ -230,22 +236,59 @@ def _remedy(workload: Workload) -> str:
 
 def calibration_notes(inputs: Inputs) -> Iterator[str]:
     """Yield how far the prediction of the calibrated step is from its time, where it is far."""
-    if inputs.case is None or inputs.step is None:
+    if inputs.step is None:
         return
-    (own, step_s), whole_s = inputs.step, inputs.host_s
-    share = own.model.num_layers / inputs.case.model.num_layers
-
-    def host_s(op: ComputeOp | CommOp) -> float:
-        # The optimizer has as many operations for all layers as for a few.
-        return whole_s(op) * (share if op.phase is Phase.OPTIM else 1.0)
-
-    calibrated = replace(inputs, case=own, workload=of_case(own), host_s=host_s)
-    predicted_s = predict(calibrated).step_s
-    error = predicted_s / step_s - 1
+    own, step_s = inputs.step
+    error = math.expm1(-calibrated_error(inputs))
     if abs(error) > _NOTABLE_ERROR:
+        predicted_s = step_s * (1 + error)
         times = f"took {format_time(step_s)} and is predicted as {format_time(predicted_s)}"
         layers = f"{own.model.num_layers} layers"
         yield f"the calibrated step ({layers}) {times}: expect such an error ({error:+.0%})"
+
+
+def calibrated_error(inputs: Inputs) -> float:
+    """Return the log of the calibrated step's time over its prediction by its own parts."""
+    if inputs.case is None or inputs.step is None:
+        return 0.0
+    own, step_s = inputs.step
+    return math.log(step_s / _of_inputs(_calibrated(inputs, inputs.case, own)).step_s)
+
+
+def _calibrated(inputs: Inputs, case: TrainCase, own: TrainCase) -> Inputs:
+    """Return the inputs of the calibrated step, by the parts of the step."""
+    whole_s = inputs.host_s
+    share = own.model.num_layers / case.model.num_layers
+
+    def host_s(op: Operation) -> float:
+        # The optimizer has as many operations for all layers as for a few.
+        return whole_s(op) * (share if op.phase is Phase.OPTIM else 1.0)
+
+    return replace(inputs, case=own, workload=of_case(own), host_s=host_s)
+
+
+def _with_host_of_step(inputs: Inputs) -> Inputs:
+    """Return the inputs with the host's time by both parts that it bounds.
+
+    A host is measured in the step of small widths, and in that of few layers where it bounds
+    it. On virtual machines its speed changes by a factor of 1.5 to 1.8 for seconds at a time
+    (docs/diary), so that these are two draws, and their geometric mean counts. Of several ranks
+    the latter also has what they wait for one another, which few layers have more of.
+    """
+    if inputs.case is None or inputs.step is None or inputs.is_host or inputs.num_ranks > 1:
+        return inputs
+    own, step_s = inputs.step
+    calibrated = _calibrated(inputs, inputs.case, own)
+    first = _of_inputs(calibrated)
+    is_near = abs(first.step_s / step_s - 1) <= _NOTABLE_ERROR
+    if is_near and not first.step.is_host_bound:
+        return inputs
+
+    def predicted_s(factor: float) -> float:
+        return _of_inputs(replace(calibrated, host_factor=factor)).step_s
+
+    factor = fitted_factor(predicted_s, step_s)
+    return replace(inputs, host_factor=math.sqrt(factor))
 
 
 def _reaches_over_hosts(inputs: Inputs, issued: Iterable[Operation]) -> bool:
@@ -286,7 +329,7 @@ def costs_of(inputs: Inputs) -> tuple[Costs, CommCosts]:
     factors = inputs.factors
 
     def host_s(op: Operation) -> float:
-        return inputs.host_s(op) * factors.get(Part.HOST, 1.0)
+        return inputs.host_factor * inputs.host_s(op) * factors.get(Part.HOST, 1.0)
 
     @cache
     def compute(op: ComputeOp) -> OpCost:

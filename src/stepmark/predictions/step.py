@@ -129,6 +129,11 @@ def host_factor(workload: Workload, costs: Costs, step_s: float) -> float:
         own = replace(costs, gap_s=factor * costs.gap_s)
         return simulate(workload, own, dict.fromkeys(Work, factor)).step_s
 
+    return fitted_factor(predicted_s, step_s)
+
+
+def fitted_factor(predicted_s: Callable[[float], float], step_s: float) -> float:
+    """Return the factor from a third to 3 by which a step takes this time; 1: none does."""
     if not predicted_s(1 / _MAX_TIME) < step_s < predicted_s(_MAX_TIME):
         return 1.0
     return _least_factor(lambda factor: predicted_s(factor) < step_s, _MAX_TIME)
