@@ -295,3 +295,15 @@ def test_a_class_of_few_is_part_of_that_of_as_many_gpus(own: int, num_rows: int)
     assert interval.num_rows == num_rows
     most = 0.01 if own == 4 else 0.5
     assert interval.high_s == pytest.approx(single.step_s * math.exp(most))
+
+
+def test_an_interval_reaches_as_far_as_the_calibrated_step_was_off() -> None:
+    single = of_run("h100-run")
+    near, _ = calibrated_errors.interval_of(single, 0.001)
+    assert near == replace(single.interval, low_s=near.low_s, high_s=near.high_s)
+    slow, _ = calibrated_errors.interval_of(single, math.log(1.3))
+    fast, _ = calibrated_errors.interval_of(single, math.log(0.8))
+    assert slow.high_s == pytest.approx(1.3 * single.step_s)
+    assert slow.low_s == near.low_s
+    assert fast.low_s == pytest.approx(0.8 * single.step_s)
+    assert fast.high_s == near.high_s

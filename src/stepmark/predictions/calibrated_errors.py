@@ -69,8 +69,8 @@ def interval_of(
     measured_s = prediction.sources.get(Source.MEASURED, 0.0)
     if measured_s < (1 - _MOST_SCALED) * total_s:
         share = 1 - measured_s / total_s
-        text = f"{100 * share:.0f} % of the compute time is scaled or of another source, of which no"
-        return None, [f"no interval: {text} committed prediction tells an error"]
+        text = f"{100 * share:.0f} % of the compute time is scaled or of another source"
+        return None, [f"no interval: {text}, of which no committed prediction tells an error"]
     known = past_errors() if errors is None else errors
     num_ranks = inputs.case.num_ranks
     own = _traits(is_host_bound=prediction.step.is_host_bound, num_ranks=num_ranks)

@@ -41,7 +41,7 @@ from stepmark.tables.launches import OpLaunches, pooled
 from stepmark.timeline.ledger import Idle, Work
 from stepmark.timeline.step_cost import Costs, OpCost, PowerModel
 from stepmark.timeline.trace_columns import RankInfo, RankTrace
-from stepmark.traces.kineto.arrivals import RankParts, rank_parts
+from stepmark.traces.kineto.arrivals import RankParts, matched, rank_parts
 from stepmark.traces.kineto.kernels import measured_ops
 from stepmark.traces.trace_files import map_traces, recorded_traces
 from stepmark.traces.trace_options import KernelsOptions
@@ -191,7 +191,7 @@ def _shallow(
         if damage := [each for each in info.damage if each.kind != "rounded"]:
             raise ConfigError("trace", info.file, f"a whole trace: {damage[0].text}")
     by_rank = {r.info.rank or 0: (r.info, r.value[1]) for r in traces.results}
-    rank = _slowest_rank(by_rank, workload)
+    rank = slowest_rank(by_rank, workload)
     tables = {r.info.rank or 0: r.value[0] for r in traces.results}
     table, parts = tables[rank], by_rank[rank][1]
     comm_copies = _comm_copies(table, workload)
@@ -260,11 +260,11 @@ def _slowed(shallow: _Shallow, comm: CommCosts, notes: list[str]) -> _Shallow:
     return replace(shallow, costs=slowed, gap_s=factor * shallow.gap_s)
 
 
-def _slowest_rank(by_rank: Mapping[int, tuple[RankInfo, RankParts]], workload: Workload) -> int:
+def slowest_rank(by_rank: Mapping[int, tuple[RankInfo, RankParts]], workload: Workload) -> int:
     """Return the rank of the first stage that waits least for others, as slow ones do."""
     waits = {
         rank: sum(end - start for start, end, _ in own.waiting)
-        for rank, own in contention.matched(by_rank, lambda _number: True).ranks.items()
+        for rank, own in matched(by_rank, lambda _number: True).ranks.items()
         if not workload.stage_of(rank) and own.timed
     }
     return min(waits, key=waits.__getitem__, default=min(by_rank))

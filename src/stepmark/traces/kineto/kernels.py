@@ -258,4 +258,4 @@ def _sums(
             op=trace.names[op_name] if op_name != NONE else "",
             name=trace.names[name],
         )
-        yield MeasuredOp(numbers[step], key, *values, comm=_COMMS[comm])
+        yield replace(MeasuredOp(numbers[step], key, *values), comm=_COMMS[comm])
