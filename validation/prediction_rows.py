@@ -1,13 +1,16 @@
 """Predictions that are committed before their measurement, and the table of them.
 
+    python validation/prediction_rows.py draw --nproc 2
+    python validation/prediction_rows.py measure --nproc 2 --drawn --only 1-3
     python validation/prediction_rows.py measure --nproc 1 --only 1-6 --out runs/predictions
     python validation/prediction_rows.py measure --nproc 1 --resume runs/predictions/ID
     python validation/prediction_rows.py table runs/predictions predictions.csv
     python validation/prediction_rows.py pack runs/predictions packed
     python validation/prediction_rows.py again results
 
-`measure` calibrates for several training steps in one sitting, commits all their predictions,
-and measures each step in two launches. `table` writes a row per step, the package's
+`draw` prints rows that a seed draws, so that nobody chooses what is measured. `measure`
+calibrates for several training steps in one sitting, commits all their predictions, and measures
+each step in two launches. `table` writes a row per step, the package's
 data/predictions.csv: predicted and measured time (the mean of both launches), clock, power,
 memory, the largest line errors, and the baseline that predicts every step from one constant
 rate. `pack` copies runs with the ledgers of
@@ -17,7 +20,10 @@ once more, by the predictor as it is now, and prints its errors; these are no pa
 
 import argparse
 import csv
+import itertools
 import json
+import random
+import re
 import shutil
 import statistics
 import sys
@@ -32,16 +38,18 @@ from stepmark.cases.plan import STEP_LAUNCH
 from stepmark.cases.record import Measured
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope
-from stepmark.ground.errors import StepmarkError
+from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.option_groups import ResumeOptions
 from stepmark.ground.options import WholeNumbers, build, flag
-from stepmark.measuring.machine import machine
+from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.measure import measure_quietly, resume
+from stepmark.model.device import find_device
 from stepmark.predictions.predicted_steps import Step
 from stepmark.predictions.prediction import ledgers_of
 from stepmark.runs import run as main_job
 from stepmark.runs import step_report
 from stepmark.runs.run_options import RunOptions
+from stepmark.step_memory import memory
 from stepmark.store import ledgers, plans, predictions, view
 from stepmark.store.reader import list_runs
 from stepmark.timeline.ledger_text import absolute_ns, differences
@@ -138,6 +146,31 @@ ROWS: dict[int, tuple[str, ...]] = {
         "llama-3.1-8b --strategy fsdp --mbs 4 --seq-len 4096 --fp8",
     ),
 }
+# Rows that a seed draws, on H200: by number of ranks how many, of which options.
+SEED = "2026-11-30"
+_DENSE = (
+    "llama-3.1-8b --seq-len 4096 --mbs {1,2,4}",
+    "qwen3-8b --seq-len 4096 --mbs {1,2,4}",
+    "gpt2-1.5b --mbs {4,8,16}",
+)
+_TECHNIQUES = ("", "--no-compile"), ("", "--ac full", "--ac selective")
+_SHARED = ("--strategy fsdp", "--strategy ddp", "--strategy tp")
+_DRAWN: dict[int, tuple[int, tuple[tuple[str, ...], ...]]] = {
+    1: (
+        8,
+        (
+            (
+                "gpt2-1.5b --mbs {4,8,16} --fp8",
+                "llama-3.1-70b-proxy-1l --mbs {1,2,4} --fp8",
+                "mixtral-8x7b --scale 1/4 --mbs {1,2,4}",
+                "qwen3-30b-a3b --scale 1/4 --seq-len 4096 --mbs {1,2,4}",
+            ),
+            *_TECHNIQUES,
+        ),
+    ),
+    2: (12, (_DENSE, _SHARED, *_TECHNIQUES)),
+    4: (12, (_DENSE, (*_SHARED, "--strategy fsdp --tp 2"), *_TECHNIQUES)),
+}
 _LAUNCHES, _STEPS = 2, 15  # steady steps of a launch, and as many as last 2 s
 
 
@@ -149,6 +182,7 @@ class _Numbers:
 
 
 _RECORDS = "records.jsonl"
+_H200 = Machine(device="cuda", name="NVIDIA H200", num_accelerators=8, capability=(9, 0))
 
 
 _MORE_ERRORS = (
@@ -173,10 +207,41 @@ def _options(words: str, nproc: int, device: str | None) -> RunOptions:
     return build(RunOptions, values)
 
 
+def drawn(nproc: int) -> list[str]:
+    """Return the rows that the seed draws: in its order, those that fit."""
+    count, parts = _DRAWN[nproc]
+    models = [
+        re.sub("{.*}", mbs, words)
+        for words in parts[0]
+        for mbs in re.findall("{(.*)}", words)[0].split(",")
+    ]
+    rows = [" ".join(filter(None, each)) for each in itertools.product(models, *parts[1:])]
+    random.Random(f"{SEED} {nproc}").shuffle(rows)
+    return list(itertools.islice((row for row in rows if _fits(row, nproc)), count))
+
+
+def _fits(words: str, nproc: int) -> bool:
+    device = find_device(_H200.name)
+    assert device is not None
+    try:
+        case = main_job.step_case(_options(words, nproc, "cuda"), _H200, [])
+    except ConfigError:  # a step that there is not
+        return False
+    allocated, reserved = memory.calibrated(case, ())
+    size = device.hbm_bytes or 0
+    return memory.verdict(case, allocated, reserved, size) == memory.FITS
+
+
+def _draw(arguments: argparse.Namespace) -> int:
+    for number, words in enumerate(drawn(arguments.nproc), 1):
+        sys.stdout.write(f"{number} {words}\n")
+    return 0
+
+
 def _measure(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         return resume(ResumeOptions(run=arguments.resume, out=Path(arguments.out)))
-    rows = ROWS[arguments.nproc]
+    rows = drawn(arguments.nproc) if arguments.drawn else ROWS[arguments.nproc]
     numbers = build(_Numbers, {"only": arguments.only or f"1-{len(rows)}"}).only
     chosen = [rows[number - 1] for number in numbers if number <= len(rows)]
     here = machine(arguments.device)
@@ -374,11 +439,15 @@ def main() -> int:
     commands = parser.add_subparsers(required=True)
     measure = commands.add_parser("measure")
     measure.add_argument("--nproc", type=int, choices=sorted(ROWS), default=1)
+    measure.add_argument("--drawn", action="store_true", help="the rows of `draw`")
     measure.add_argument("--only", help="numbers of rows, e.g. 1-6,9")
     measure.add_argument("--resume", help="run to go on with")
     measure.add_argument("--device")
     measure.add_argument("--out", default="runs/predictions")
     measure.set_defaults(call=_measure)
+    draw = commands.add_parser("draw")
+    draw.add_argument("--nproc", type=int, choices=sorted(_DRAWN), default=1)
+    draw.set_defaults(call=_draw)
     table = commands.add_parser("table")
     table.add_argument("runs")
     table.add_argument("csv")
