@@ -9,7 +9,7 @@
     python validation/prediction_rows.py again results
 
 `draw` prints rows that a seed draws, so that nobody chooses what is measured. `measure`
-calibrates for several training steps in one sitting, commits all their predictions, and measures
+calibrates for several steps in one sitting, commits all their predictions, and measures
 each step in two launches. `table` writes a row per step, the package's
 data/predictions.csv: predicted and measured time (the mean of both launches), clock, power,
 memory, the largest line errors, and the baseline that predicts every step from one constant
