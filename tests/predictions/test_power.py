@@ -13,6 +13,8 @@ from stepmark.predictions.power import (
     fit,
     for_products,
     mean_power_w,
+    measured_slowdown,
+    slowdown_between,
     slowdown_of,
     with_sensitivities,
 )
@@ -267,12 +269,27 @@ def test_a_step_that_communicates_has_its_clock_and_the_power_of_operators() -> 
     workload, costs = products(9), product_costs()
     alone = predict_step(workload, costs, H200)
     for measured_hz in (0.8 * alone.clock_hz, alone.clock_hz):
-        found = anchored_power(H200, workload, costs, measured_hz)
+        found = anchored_power(H200, workload, costs, measured_hz, alone.slowdown)
         step = predict_step(workload, costs, found)
         assert (step.step_s, step.power_w) == (alone.step_s, alone.power_w)
         assert step.clock_hz == pytest.approx(measured_hz)
-    above = anchored_power(H200, workload, costs, 1.1 * alone.clock_hz)
+    above = anchored_power(H200, workload, costs, 1.1 * alone.clock_hz, alone.slowdown)
     assert above.full_clock_hz == H200.full_clock_hz
+
+
+def test_kernels_of_a_step_that_communicates_are_as_slow_as_they_were_measured() -> None:
+    workload, costs = products(9), product_costs()
+    full_s = simulate(workload, costs).busy_s
+    for x in (0.0, 0.05, 0.3):
+        limited_s = {w: exp(own * x) * full_s[w] for w, own in H200.sensitivity.items()}
+        measured_x = slowdown_between(H200, full_s, limited_s)
+        assert measured_x == pytest.approx(x, abs=1e-6)
+        found = anchored_power(H200, workload, costs, 1.5e9, measured_x)
+        rate = total(workload.issued(), costs).product_flops_per_s
+        step, clock = at_clock(workload, costs, found, rate, simulate(workload, costs))
+        assert clock.clock_hz == pytest.approx(1.5e9)
+        assert sum(step.busy_s.values()) == pytest.approx(sum(limited_s.values()))
+    assert measured_slowdown(found, 0.0) == 0.0, "at full clock"
 
 
 @pytest.mark.parametrize("truth", [0.6, 1.0, 2.3])

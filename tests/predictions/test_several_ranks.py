@@ -51,7 +51,7 @@ def traces_of(model: str) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("model", "error"), [("llama-3.1-8b", 0.025), ("llama-3.1-70b-proxy", 0.01)]
+    ("model", "error"), [("llama-3.1-8b", 0.015), ("llama-3.1-70b-proxy", 0.005)]
 )
 def test_steps_that_four_h100_bound(model: str, error: float) -> None:
     made = predict(inputs_of(FOUR, model))
@@ -143,7 +143,7 @@ def test_lines_of_the_ledger_are_those_of_the_measured_step() -> None:
         (Group.COMPUTE, Work.OPTIMIZER): 21.3,
     }
     for line, time_ms in measured.items():
-        assert ledger.lines[line] / 1e6 == pytest.approx(time_ms, abs=0.01 * 442.7), line
+        assert ledger.lines[line] / 1e6 == pytest.approx(time_ms, abs=0.012 * 442.7), line
 
 
 def with_step(inputs: Inputs, factor: float) -> Prediction:

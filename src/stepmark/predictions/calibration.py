@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from stepmark.model.device import find_device
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Attention, Copy, Gemm, Op, Phase
 from stepmark.predictions import contention, power, step
-from stepmark.predictions.comm import CommCosts
+from stepmark.predictions.comm import CommCosts, with_copies
 from stepmark.predictions.costs import (
     CostOf,
     OperatorCosts,
@@ -121,7 +121,7 @@ def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
             settings=inputs.workload.settings,
             of_file=inputs.times_of_file,
         ),
-        power=None if inputs.times_of_file else _power(records, shallow),
+        power=None if inputs.times_of_file else _power(records, shallow, inputs.curves),
         memory_bytes=first.memory_bytes,
     )
 
@@ -175,6 +175,17 @@ class _Shallow:
     times: tuple[dict[Work, float], dict[Work, float]]
     times_in_blocks: tuple[dict[Work, float], dict[Work, float]]
 
+    def machine(self, comm: CommCosts) -> Costs:
+        """Return the costs of the step at full clock, without the host's time."""
+        return Costs(
+            compute=lambda op: self.costs(op) or _NOTHING,
+            comm=with_copies(comm, self.comm_copies),
+            gap_s=self.gap_s,
+            gap=Idle.HOST if self.is_host else Idle.LAUNCH_GAP,
+            compute_slowdown=self.compute_slowdown,
+            comm_slowdown=self.comm_slowdown or 1.0,
+        )
+
 
 def _shallow(
     path: Path, record: Measured, curves: Iterable[Curve], notes: list[str]
@@ -185,22 +196,13 @@ def _shallow(
     assert record.training is not None
     workload = of_case(record.train)
     files = recorded_traces(path, record.training)
-    traces = map_traces(KernelsOptions(files=files), partial(_reduce, workload), shares=False)
-    assert traces is not None
-    for info in (result.info for result in traces.results):
-        if damage := [each for each in info.damage if each.kind != "rounded"]:
-            raise ConfigError("trace", info.file, f"a whole trace: {damage[0].text}")
-    by_rank = {r.info.rank or 0: (r.info, r.value[1]) for r in traces.results}
+    tables, by_rank = _read(files, workload)
     rank = slowest_rank(by_rank, workload)
-    tables = {r.info.rank or 0: r.value[0] for r in traces.results}
-    table, parts = tables[rank], by_rank[rank][1]
-    comm_copies = _comm_copies(table, workload)
-    tables = {
-        number: replace(own, ops=tuple(op for op in own.ops if op.comm not in comm_copies))
-        for number, own in tables.items()
-    }
+    table = tables[rank]
     if not table.ops:
         raise ConfigError("trace", files[0], "a trace with operations of a step")
+    comm_copies = _comm_copies(table, workload)
+    tables = {number: _without(own, comm_copies) for number, own in tables.items()}
     notes += table.notes
     step_s = mean(slowest_per_sample(record.samples.seconds)) * record.training.cycle
     compute_ns = sum(op.time_ns for op in tables[rank].ops if op.key.kind == COMPUTE)
@@ -212,17 +214,22 @@ def _shallow(
     if table.is_host:
         tables[rank], gap_s = _unprofiled(table, record)
     else:
+        _, parts = by_rank[rank]
         steps = parts.times.steps[: half or None]
         gap_ns = sum(step.idle.kernel_gap_ns for step in steps if step.idle)
         gap_s = gap_ns * 1e-9 / max(1, sum(step.num_events for step in steps))
-    full, slowdown = _alone(tables, rank, slice(half, None))
-    limited, _ = _alone(tables, rank, slice(half))
+    halves = [
+        {number: _with_steps(own, own.steps[place]) for number, own in tables.items()}
+        for place in (slice(half, None), slice(half))
+    ]
+    found = contention.contention(*(own.values() for own in halves))
+    full, limited = (found.alone(own[rank], group) for group, own in enumerate(halves))
     return _Shallow(
         workload=workload,
         rank=rank,
         costs=ProfiledCosts(workload, full),
         gap_s=gap_s,
-        compute_slowdown=slowdown,
+        compute_slowdown=found.slowdown,
         comm_slowdown=contention.comm_slowdown(by_rank, curves),
         comm_copies=comm_copies,
         is_host=table.is_host,
@@ -236,16 +243,31 @@ def _shallow(
     )
 
 
+_ByRank = dict[int, tuple[RankInfo, RankParts]]
+
+
+def _read(files: tuple[str, ...], workload: Workload) -> tuple[dict[int, OpTable], _ByRank]:
+    """Return the operations of traces by rank, and what tells how ranks wait for others."""
+    traces = map_traces(KernelsOptions(files=files), partial(_reduce, workload), shares=False)
+    assert traces is not None
+    tables: dict[int, OpTable] = {}
+    by_rank: _ByRank = {}
+    for info, (table, parts) in ((own.info, own.value) for own in traces.results):
+        if damage := [each for each in info.damage if each.kind != "rounded"]:
+            raise ConfigError("trace", info.file, f"a whole trace: {damage[0].text}")
+        tables[info.rank or 0] = table
+        by_rank[info.rank or 0] = info, parts
+    return tables, by_rank
+
+
+def _without(table: OpTable, comms: Collection[str]) -> OpTable:
+    """Return a table without computation on streams of these collectives."""
+    return replace(table, ops=tuple(op for op in table.ops if op.comm not in comms))
+
+
 def _slowed(shallow: _Shallow, comm: CommCosts, notes: list[str]) -> _Shallow:
     """Return the step on a host, with the costs with which it takes its measured time."""
-    costs = Costs(
-        compute=lambda op: shallow.costs(op) or _NOTHING,
-        comm=comm,
-        gap_s=shallow.gap_s,
-        gap=Idle.HOST,
-        compute_slowdown=shallow.compute_slowdown,
-        comm_slowdown=shallow.comm_slowdown or 1.0,
-    )
+    costs = shallow.machine(comm)
     factor = step.host_factor(shallow.workload, costs, shallow.step_s)
     if abs(factor - 1) > _NOTABLE:
         times = f"{factor:.2f} of its profiled time"
@@ -284,15 +306,6 @@ def _comm_copies(table: OpTable, workload: Workload) -> dict[str, float]:
         for name, total in num_bytes.items()
         if times_ns[name] and total
     }
-
-
-def _alone(
-    tables: Mapping[int, OpTable], rank: int, place: slice
-) -> tuple[OpTable, Mapping[Work, float]]:
-    """Return a rank's table of some of the steps without contention, and this."""
-    parts = {own: _with_steps(table, table.steps[place]) for own, table in tables.items()}
-    found = contention.contention(parts.values())
-    return found.alone(parts[rank]), found.slowdown
 
 
 def _with_steps(table: OpTable, steps: tuple[int, ...]) -> OpTable:
@@ -411,7 +424,9 @@ def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainC
             yield record.train, allocated, reserved
 
 
-def _power(records: Sequence[Measured], shallow: _Shallow | None) -> PowerModel | None:
+def _power(
+    records: Sequence[Measured], shallow: _Shallow | None, curves: Iterable[Curve]
+) -> PowerModel | None:
     """Return the power model, where all its operators were measured with their energy."""
     readings: dict[tuple[type[Op], Rate], _PowerRecord] = {}
     rank = shallow.rank if shallow else 0
@@ -440,15 +455,11 @@ def _power(records: Sequence[Measured], shallow: _Shallow | None) -> PowerModel 
     if shallow is None or shallow.is_host:
         return model
     model = power.with_sensitivities(model, *shallow.times)
-    costs = Costs(
-        compute=lambda op: shallow.costs(op) or _NOTHING,
-        comm=lambda *_: 0.0,
-        gap_s=shallow.gap_s,
-    )
     if clock_and_power := shallow.clock_and_power:
-        calibrated = shallow.workload, costs
+        calibrated = shallow.workload, shallow.machine(CommCosts(curves, None))
         if any(isinstance(op, CommOp) for op in shallow.workload.expand()):
-            model = step.anchored_power(model, *calibrated, clock_and_power[0])
+            measured_x = power.slowdown_between(model, *shallow.times)
+            model = step.anchored_power(model, *calibrated, clock_and_power[0], measured_x)
         else:
             model = step.fitted_power(model, *calibrated, shallow.step_s, *clock_and_power)
     # Products of a whole step are those of its blocks, not of the head as in a shallow one.

@@ -1,6 +1,6 @@
 """Time of a collective: from a measured curve, or by the links of a network."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from math import log
 
@@ -12,7 +12,7 @@ from stepmark.model.collectives import Collective
 from stepmark.model.nccl_tuner import latency_us
 from stepmark.model.network import Network, Placement
 from stepmark.model.systems import IN_HOST
-from stepmark.step.workload import CommOp, Group
+from stepmark.step.workload import COMPUTE, CommOp, Group
 from stepmark.timeline.step_cost import Source
 
 _PAIRS = ("p2p", "sendrecv")
@@ -105,6 +105,23 @@ class CommCosts:
             for start in starts
         )
         return max(placements, key=lambda own: (own.num_units, -own.fewest(0)))
+
+
+def with_copies(
+    comm: Callable[[CommOp, Group], float], copies: Mapping[str, float]
+) -> Callable[[CommOp, Group], float]:
+    """Return the seconds of collectives with those of copies on streams of their own.
+
+    copies: seconds per byte of a message, by collective.
+    """
+
+    def seconds(op: CommOp, group: Group) -> float:
+        time_s = comm(op, group)
+        if op.stream == COMPUTE or op.collective not in copies:
+            return time_s
+        return time_s + copies[op.collective] * op.message_bytes(group)
+
+    return seconds
 
 
 def _num_units(group: Group, size: int) -> int | None:

@@ -89,34 +89,38 @@ class Contention:
     found: Mapping[Hashable, float]
     slowdown: Mapping[Work, float]
 
-    def alone(self, table: OpTable) -> OpTable:
+    def alone(self, table: OpTable, group: int = 0) -> OpTable:
         """Return the table with times as without communication, where contention is known."""
         ops = []
         for op in table.ops:
             if op.key.kind == COMPUTE:
                 mean = 1 - 1 / self.slowdown.get(work_of_key(op.key), 1.0)
-                added_ns = round(op.overlapped_ns * self.found.get(_equal(op), mean))
+                added_ns = round(op.overlapped_ns * self.found.get(_equal(op, group), mean))
                 ops.append(replace(op, time_ns=op.time_ns - added_ns))
             else:
                 ops.append(op)
         return replace(table, ops=tuple(ops))
 
 
-def contention(tables: Iterable[OpTable]) -> Contention:
+def contention(*groups: Iterable[OpTable]) -> Contention:
     """Return the contention in profiled steps of ranks that do the same.
+
+    groups: of steps at different clocks, so that only kernels of one are equal.
 
     Equal are kernels of one name, operation, role and phase, as often in a layer of a step.
     """
     samples: dict[Work, list[Sample]] = defaultdict(list)
-    for op in (op for table in tables for op in table.ops if op.key.kind == COMPUTE):
-        samples[work_of_key(op.key)].append(Sample(_equal(op), op.time_ns, op.overlapped_ns))
+    for group, tables in enumerate(groups):
+        for op in (op for table in tables for op in table.ops if op.key.kind == COMPUTE):
+            sample = Sample(_equal(op, group), op.time_ns, op.overlapped_ns)
+            samples[work_of_key(op.key)].append(sample)
     found = fit(sample for own in samples.values() for sample in own)
     factors = {work: slowdown(own, found) for work, own in samples.items()}
     return Contention(found, {work: each for work, each in factors.items() if each})
 
 
-def _equal(op: MeasuredOp) -> Hashable:
-    return op.key._replace(module="", layer=None), op.kernels
+def _equal(op: MeasuredOp, group: int) -> Hashable:
+    return op.key._replace(module="", layer=None), op.kernels, group
 
 
 def comm_slowdown(

@@ -5,7 +5,7 @@ attention over that at full clock, since attention follows the clock; work of ot
 exp(sensitivity x) times as long.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import exp, log
 
@@ -105,6 +105,34 @@ def clock_factors(power: PowerModel, slowdown: float) -> dict[Work, float]:
     return {work: exp(share * slowdown) for work, share in power.sensitivity.items()}
 
 
+def measured_slowdown(power: PowerModel, slowdown: float) -> float:
+    """Return the slowdown of kernels where the model has this one."""
+    return max(0.0, slowdown + power.measured_x - power.model_x) if slowdown else 0.0
+
+
+def slowdown_between(
+    power: PowerModel, full_s: Mapping[Work, float], limited_s: Mapping[Work, float]
+) -> float:
+    """Return the slowdown with which kernels that take full_s take limited_s together."""
+    total_s = sum(limited_s.get(work, 0.0) for work in power.sensitivity if work in full_s)
+
+    def is_less(x: float) -> bool:
+        times = (exp(s * x) * full_s.get(work, 0.0) for work, s in power.sensitivity.items())
+        return sum(times) < total_s
+
+    return _bisected(is_less)
+
+
+def _bisected(is_less: Callable[[float], bool]) -> float:
+    """Return the greatest slowdown that is still less than what is wanted."""
+    low = 0.0
+    high = _MAX_SLOWDOWN
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_less(middle) else (low, middle)
+    return high
+
+
 def mean_power_w(
     power: PowerModel,
     slowdown: float,
@@ -152,9 +180,4 @@ def slowdown_of(
 
     if excess_w(0.0) <= 0:
         return 0.0
-    low = 0.0
-    high = _MAX_SLOWDOWN
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess_w(middle) > 0 else (low, middle)
-    return high
+    return _bisected(lambda x: excess_w(x) > 0)

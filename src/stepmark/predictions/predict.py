@@ -15,7 +15,7 @@ from stepmark.model.ops import Phase
 from stepmark.model.systems import IN_HOST
 from stepmark.predictions import calibrated_errors, framework_job, prediction_text, sheet_errors
 from stepmark.predictions.anchored_steps import fit_anchors, read_anchors
-from stepmark.predictions.comm import CommCosts
+from stepmark.predictions.comm import CommCosts, with_copies
 from stepmark.predictions.costs import first_of
 from stepmark.predictions.factors import Anchored, Part, part_of
 from stepmark.predictions.framework_job import FrameworkJob, Generate, generated
@@ -30,7 +30,7 @@ from stepmark.predictions.prediction_page import page
 from stepmark.predictions.simulation import simulate
 from stepmark.predictions.step import at_clock, fitted_factor, total
 from stepmark.predictions.training_run import TrainingRun, show_tokens, training_run
-from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
+from stepmark.step.workload import CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json
 from stepmark.timeline.ledger import Idle
@@ -322,6 +322,7 @@ def costs_of(inputs: Inputs) -> tuple[Costs, CommCosts]:
     """Return all costs, and the source of those of collectives."""
     cost_of = first_of(inputs.compute)
     comm = CommCosts(inputs.curves, inputs.network, inputs.num_ranks)
+    copied = with_copies(comm, inputs.comm_copies)
     hop = inputs.workload.groups.get(deepep.IN_HOST)
     if hop is not None and comm.joins_hosts(hop):
         allowed = "at most the GPUs that NVLink joins: this hop of DeepEP stays within them"
@@ -346,10 +347,7 @@ def costs_of(inputs: Inputs) -> tuple[Costs, CommCosts]:
     def comm_s(op: CommOp, group: Group) -> float:
         is_of_file = inputs.times_of_file and not inputs.sends_by_network
         own_s = known_time(op) if is_of_file else None
-        time_s = comm(op, group) if own_s is None else own_s
-        if op.stream != COMPUTE:
-            per_byte = inputs.comm_copies.get(op.collective, 0.0)
-            time_s += per_byte * op.message_bytes(group)
+        time_s = copied(op, group) if own_s is None else own_s
         fixed_s = min(time_s, comm.latency_s(op, group))
         part = Part.BETWEEN_HOSTS if comm.joins_hosts(group) else Part.IN_HOST
         return (fixed_s + (time_s - fixed_s) / inputs.link) * factors.get(part, 1.0)

@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from stepmark.predictions.power import clock_factors, for_products, mean_power_w, slowdown_of
+from stepmark.predictions.power import (
+    clock_factors,
+    for_products,
+    mean_power_w,
+    measured_slowdown,
+    slowdown_of,
+)
 from stepmark.predictions.simulation import SteadyStep, simulate
 from stepmark.step.workload import ComputeOp, Kernel, Operation, Workload
 from stepmark.timeline.ledger import Work, work_of_op
@@ -50,25 +56,31 @@ def at_clock(
         if is_close:
             break
         step = simulate(workload, costs, clock_factors(power, slowdown))
-    return step, Clock(
+    clock = Clock(
         slowdown=slowdown,
         clock_hz=power.full_clock_hz * math.exp(-slowdown),
         power_w=mean_power_w(power, slowdown, full_s, step.step_s, step.comm_s),
     )
+    measured = measured_slowdown(power, slowdown)
+    if measured != slowdown:
+        step = simulate(workload, costs, clock_factors(power, measured))
+    return step, clock
 
 
 def anchored_power(
-    power: PowerModel, workload: Workload, costs: Costs, clock_hz: float
+    power: PowerModel, workload: Workload, costs: Costs, clock_hz: float, measured_x: float
 ) -> PowerModel:
-    """Return the power model with the full clock from which a measured step has clock_hz.
+    """Return the power model with which a measured step has clock_hz and measured_x.
 
-    It is at most that of the operators. A step that communicates also waits for other ranks, so
-    its time tells less of the power of its work than operators do. costs: as for fitted_power.
+    Its full clock is at most that of the operators. A step that communicates also waits for
+    other ranks, so its time tells less of the power of its work than operators do. costs: at
+    full clock, without the host's time.
     """
     rate = total(workload.issued(), costs).product_flops_per_s
     _, own = at_clock(workload, costs, power, rate, simulate(workload, costs))
     full_clock_hz = min(power.full_clock_hz, clock_hz * math.exp(own.slowdown))
-    return replace(power, full_clock_hz=full_clock_hz)
+    model_x = own.slowdown
+    return replace(power, full_clock_hz=full_clock_hz, measured_x=measured_x, model_x=model_x)
 
 
 def fitted_power(

@@ -73,7 +73,8 @@ class PowerModel:
     slowdown x: log of the time of attention over that at full clock. Work of a kind takes
     exp(sensitivity x) times as long, and draws dynamic_w * exp(-decay x) over static_w, at
     full_clock_hz * exp(-x). dynamic_w of products is that of product_flops_per_s at full clock,
-    and proportional to it. comm_w: over static_w while messages move. is_limited: it has a
+    and proportional to it. comm_w: over static_w while messages move. measured_x: of a step by
+    its kernels, which has model_x by this power; others differ alike. is_limited: it has a
     limit.
     """
 
@@ -85,6 +86,8 @@ class PowerModel:
     product_flops_per_s: float
     full_clock_hz: float
     comm_w: float = 0.0
+    measured_x: float = 0.0
+    model_x: float = 0.0
     is_limited: bool = True
 
 
