@@ -57,7 +57,7 @@ def run(options: CommOptions) -> int:
         print_commands(options)
         return 0
     return measure_or_list(
-        lambda machine: plan(options, machine), options, lambda: _check_output_file(options)
+        lambda machine: plan(options, machine), options, lambda: _check_shown(options)
     )
 
 
@@ -102,7 +102,14 @@ def _how(options: CommOptions) -> CommHow:
     return CommHow(**{name: value for name, value in values.items() if value is not None})
 
 
-def _check_output_file(options: CommOptions) -> None:
+def _check_shown(options: CommOptions) -> None:
+    """Refuse flags of a table that is not shown, and -J to another file than JSON."""
+    has_table = not (options.wide or options.style or options.to_stdout)
+    if not has_table:
+        rule = "it changes nccl-tests' table, which --wide, --style and files on stdout replace"
+        names = ("report_timestamps", "memory")
+        in_file = ("average", "report_cputime")  # -J has them, too
+        comm_plan.refuse(options, names if options.output_file else (*in_file, *names), rule)
     if target := options.output_file:
         if Path(target).suffix != ".json":
             raise ConfigError("-J", target, "a name that ends in .json")
@@ -136,8 +143,23 @@ def _show(run: View, options: CommOptions) -> None:
         step = step_asked(options)
         is_terminal = sys.stdout.isatty()
         print_text(
-            nccl_tests.output_lines(rest, run.run, step=step, head_per_table=is_terminal)
+            nccl_tests.output_lines(
+                rest,
+                run.run,
+                step=step,
+                head_per_table=is_terminal,
+                report=_report(options),
+            )
         )
+
+
+def _report(options: CommOptions) -> nccl_tests.Report:
+    return nccl_tests.Report(
+        over_ranks=3 if options.average is None else options.average,
+        cputime=options.report_cputime == 1,
+        memory=options.memory == 1,
+        timestamps=options.report_timestamps == 1,
+    )
 
 
 def step_asked(options: CommOptions) -> tuple[int, bool] | None:
@@ -158,7 +180,11 @@ def _write_files(run: View, options: CommOptions) -> None:
     if target := options.output_file:
         ended_at = datetime.now(UTC).isoformat(timespec="seconds")
         document = peer_formats.json_document(
-            run.comm_rows, run.run, redact_words(sys.argv), ended_at=ended_at
+            run.comm_rows,
+            run.run,
+            redact_words(sys.argv),
+            ended_at=ended_at,
+            report=_report(options),
         )
         file = new_file(Path(target))
         write_json(document, file)

@@ -24,6 +24,7 @@ from stepmark.model.collectives import (
     Mode,
     Parts,
     RedOp,
+    Registration,
     groups,
     num_parts,
     ordered_pairs,
@@ -59,6 +60,8 @@ def plan(
     for flag, collectives in _ONLY_OF.items():
         if not set(names) & set(collectives):
             refuse(options, [flag], f"only with {', '.join(collectives)}")
+    if names == [Collective.BARRIER]:
+        refuse(options, ("register", "unalign"), "it has no effect on barrier, without buffers")
     # As in nccl-tests, every collective accepts a root; only some use it.
     _roots(options, world_size)
     cases: list[CommCase] = []
@@ -99,6 +102,10 @@ def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCa
     mode, aligned = _mode(options, device, backend)
     if options.api is Api.NCCL and device != "cuda":
         raise ConfigError("api", options.api, "it needs a GPU; on a CPU use --api torch")
+    if device != "cuda":
+        refuse(options, ("memory", "report_cputime"), "only on GPUs")
+    if options.register not in (None, Registration.NONE) and options.api is not Api.NCCL:
+        refuse(options, ["register"], "only with --api nccl")
     return CommCase(
         collective=Collective.BARRIER,
         count=0,
@@ -130,7 +137,8 @@ def _collective_cases(
         if base.mode is Mode.GRAPH or options.mode is Mode.AHEAD:
             raise ConfigError("mode", base.mode, "queued or blocking for a barrier")
         mode = Mode.QUEUED if base.mode is Mode.AHEAD else base.mode
-        yield from (replace(base, mode=mode, beside=operator) for operator in operators)
+        base = replace(base, mode=mode, registration=Registration.NONE, unalign=0)
+        yield from (replace(base, beside=operator) for operator in operators)
         return
     for form in _forms(collective, options, base):
         if reason := impossible(form):

@@ -17,6 +17,7 @@ from stepmark.cases.record import Record, RunInfo
 from stepmark.collectives.nccl_tests import (
     PLACEMENTS,
     TABLE,
+    Report,
     average_busbw,
     devices_of,
     lines_of,
@@ -42,6 +43,7 @@ def json_document(
     arguments: Sequence[str],
     *,
     ended_at: str = "",
+    report: Report | None = None,
 ) -> dict[str, object]:
     """Return the document of these rows; ended_at is ISO 8601, as run.created_at, or "".
 
@@ -49,6 +51,8 @@ def json_document(
     writes the whole environment.
     """
     variables = run.environment.variables
+    report = report or Report()
+    rows = report.of(rows)
     document: dict[str, object] = {
         "version": VERSION,
         "start_time": _clock_time(run.created_at),
@@ -57,7 +61,7 @@ def json_document(
         "nccl_version": _version_code(run.environment.versions.get("nccl")),
         "config": _config(rows, run) if rows else {},
         "results": [
-            _result(halves)
+            _result(halves, "cpu_time" if report.cputime else "time")
             for group in grouped(rows, ("collective",))
             for table in grouped(group, TABLE)
             for same in grouped(table, SETTINGS)
@@ -108,12 +112,12 @@ def _config(rows: Sequence[Row], run: RunInfo) -> dict[str, object]:
         "blocking_collectives": _bool(rows[0]["mode"] == "blocking"),
         "per_iter_timing": _bool(False),
         "per_iter_skip": 0,
-        "parallel_init": _bool(False),
+        "parallel_init": _bool(True),  # ranks are processes
         "devices": devices_of([widest], run),
     }
 
 
-def _result(halves: Mapping[str, Row]) -> dict[str, object]:
+def _result(halves: Mapping[str, Row], time_key: str) -> dict[str, object]:
     row = next(iter(halves.values()))
     samples = [int(number(half, "n") or 0) for half in halves.values() if half["n"]]
     return {
@@ -123,7 +127,7 @@ def _result(halves: Mapping[str, Row]) -> dict[str, object]:
         "redop": row["redop"],
         "root": f"{row['root']:6}",
         **{
-            placement.replace("-", "_"): _half(halves.get(placement))
+            placement.replace("-", "_"): _half(halves.get(placement), time_key)
             for placement in PLACEMENTS
         },
         "actual_iterations": min(samples, default=0)
@@ -132,12 +136,12 @@ def _result(halves: Mapping[str, Row]) -> dict[str, object]:
     }
 
 
-def _half(row: Row | None) -> dict[str, object] | None:
-    time_s = number(row, "time_s") if row else None
+def _half(row: Row | None, time_key: str) -> dict[str, object] | None:
+    time_s = number(row, "table_time_s") if row else None
     if row is None or time_s is None:
         return None
     return {
-        "time": time_s * 1e6,
+        time_key: time_s * 1e6,
         "alg_bw": row["algbw_gb_s"],
         "bus_bw": row["busbw_gb_s"],
         "nwrong": row["num_wrong"],
