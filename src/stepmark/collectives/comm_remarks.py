@@ -61,7 +61,8 @@ def setting_line(rows: Sequence[Row]) -> str:
 
 def _issued_from(rows: Sequence[Row]) -> str:
     """Return what issued calls of libnccl, where samples have the host's time; "" elsewhere."""
-    methods = {text(row, "method").partition("/")[0] for row in rows if row["method"]}
+    joined = ", ".join(text(row, "method") for row in rows if row["method"])
+    methods = {method.partition("/")[0] for method in joined.split(", ")}
     if rows[0]["api"] != "nccl" or not methods & {"queued", "queued-compiled"}:
         return ""
     if methods == {"queued-compiled"}:
