@@ -110,6 +110,13 @@ def test_any_content_survives(
     assert back.case.case_id == case.case_id
 
 
+def test_registration_and_memory_survive() -> None:
+    case = dataclasses.replace(PLAIN, registration=Registration.SYMMETRIC, unalign=2)
+    memory = CommMemory(init_bytes=3, buffer_bytes=2, call_bytes=1)
+    record = dataclasses.replace(ALL[0], case=case, comm_memory=memory)
+    assert codec.decode(codec.encode(record)) == record
+
+
 def test_a_line_stands_alone() -> None:
     plain = json.loads(codec.encode(ALL[0]))
     assert plain["schema"] == SCHEMA
