@@ -23,6 +23,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.measuring.machine import machine
 from stepmark.model.collectives import Collective
 from stepmark.tables.table import fitted
+from stepmark.text_tables import tables_of
 
 H200 = machine("h200", dry_run=True)
 BASE = ("all_reduce", "--nproc=4", "--api=nccl")
@@ -45,6 +46,7 @@ PLANNED = {
     ("G", "cudagraph"): "2",
     ("R", "local_register"): "2",
     ("u", "unalign"): "1",
+    ("I", "per_iter_timing"): "1",
 }
 # A value that changes the table of nccl-tests, or the file of -J.
 SHOWN = {
@@ -61,7 +63,6 @@ FIXED = {
     ("x", "cta_policy"): ("0", "1"),
     ("D", "device_implementation"): ("0", "1"),
     ("V", "device_cta_count"): ("16", "8"),
-    ("I", "per_iter_timing"): ("0", "1"),
     ("K", "per_iter_skip"): ("0", "5"),
 }
 OTHERS = {("r", "root"), ("J", "output_file")}  # with tests of their own below
@@ -198,6 +199,58 @@ def test_cputime_is_the_time_to_issue_a_call_beside_the_rates_of_the_time() -> N
     ]
 
 
+def test_samples_of_single_calls_have_columns_of_their_own() -> None:
+    lines = table("-I", "1")
+    # The format strings of writeResultHeader in src/util.cu.
+    lead = "# %10s  %12s  %8s  %6s  %6s"
+    eight = 2 * "  %7s  %6s  %6s  %6s  %7s  %7s  %7s  %7s"
+    above = (
+        " " * 14 + "out-of-place (+ per-iteration)" + " " * 32 + "in-place (+ per-iteration)"
+    )
+    names = 2 * ("time", "algbw", "busbw", "#wrong", "i_min", "i_max", "i_p99", "i_cv%")
+    units = 2 * ("(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)", "(%)")
+    heads = [
+        lead % ("", "", "", "", "") + above,
+        (lead + eight) % ("size", "count", "type", "redop", "root", *names) + " ",
+        (lead + eight) % ("(B)", "(elements)", "", "", "", *units) + " ",
+    ]
+    at = lines.index(heads[0])
+    assert lines[at : at + 3] == heads
+    cells = figures(lines)
+    assert len(cells) == 5 + 2 * 8
+    # The slowest rank of the samples takes 40, 40 and 60 us.
+    assert cells[5:13] == cells[13:21]
+    assert cells[9:11] == ["40.00", "60.00"]
+    assert float(cells[11]) == pytest.approx(59.6)
+    assert float(cells[12]) == pytest.approx(20.20, abs=0.01)
+    document = json_document(
+        rows(measured(), comm_run(3)), comm_run(3), [], report=report_of("-I", "1")
+    )
+    assert document["config"]["per_iter_timing"] == "true"  # type: ignore[index]
+    half = document["results"][0]["in_place_per_iter"]  # type: ignore[index]
+    assert (half["min_us"], half["max_us"]) == pytest.approx((40, 60))
+
+
+def test_a_half_that_did_not_run_has_as_many_cells() -> None:
+    (row,) = rows(measured()[:1], comm_run(3))
+    lines = nccl_tests.output_lines([row], comm_run(3), report=report_of("-I", "1", "-S", "1"))
+    cells = figures(lines)
+    assert cells[13:21] == ["N/A"] * 8
+    assert len(cells) == 5 + 2 * 8 + 2
+
+
+@pytest.mark.parametrize(
+    "words", ["", "-I 1", "-S 1", "-I 1 -S 1", "-C 1 -S 1", "-a 1", "-M 1"]
+)
+def test_our_own_reader_finds_the_times_of_every_table(words: str) -> None:
+    (found,) = tables_of("\n".join(table(*words.split())) + "\n", "x.txt")
+    times = {reading.time_s for reading in found.readings}
+    # The time to enqueue says nothing of the collective.
+    wanted = None if "-C" in words else 30e-6 if "-a" in words else 40e-6
+    assert [*times] == [wanted if wanted is None else pytest.approx(wanted)]
+    assert found.method.endswith("time to enqueue") == ("-C" in words)
+
+
 def test_timestamps_end_each_line_also_on_a_narrow_terminal() -> None:
     lines = table("-S", "1")
     assert re.fullmatch(
@@ -224,6 +277,8 @@ def test_memory_is_that_of_the_case_with_most() -> None:
         ("-M 1", "-M 1 is invalid: it works only on GPUs."),
         ("-C 1", "-C 1 is invalid: it works only on GPUs."),
         ("-a 4", "-a 4 is invalid: it must be from 0 to 3."),
+        ("-I 1 -G 1 --device h200", "-I 1 is invalid: it cannot time the calls of a graph."),
+        ("-K 1 -I 1", "-K 1 is invalid: it must be 0, since every sample counts"),
         ("-u -1", "-u -1 is invalid: it must be from 0 to 1048576."),
         ("-N 0", "-N 0 is invalid: it must be from 1 to 100."),
         ("-a 1 --wide", "-a 1 is invalid: it changes nccl-tests' table"),

@@ -179,6 +179,15 @@ def test_a_sample_of_the_queued_timer_is_k_calls_of_the_loop(
     assert made == ([1, k, k, k] if is_compiled else [])
 
 
+@pytest.mark.parametrize("mode", [Mode.QUEUED, Mode.AHEAD, Mode.BLOCKING])
+def test_a_sample_may_be_one_call(mode: Mode) -> None:
+    case = case_of(Collective.ALL_REDUCE, n=1, mode=mode)
+    how = CommHow(iterations=50, per_call=True)
+    part = CaseOnRank(case, context(), None, how)
+    assert part._calls_per_sample(1e-5) == 1
+    assert part.samples(1)[0] == 50
+
+
 def test_only_queued_calls_of_libnccl_come_from_the_loop() -> None:
     compiled = {
         (api, mode)

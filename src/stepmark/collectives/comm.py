@@ -98,6 +98,7 @@ def _how(options: CommOptions) -> CommHow:
         "checks": options.check,
         "timeout_s": options.timeout,
         "budget_s": options.budget,
+        "per_call": options.per_iter_timing == 1,
     }
     return CommHow(**{name: value for name, value in values.items() if value is not None})
 
@@ -159,6 +160,7 @@ def _report(options: CommOptions) -> nccl_tests.Report:
         cputime=options.report_cputime == 1,
         memory=options.memory == 1,
         timestamps=options.report_timestamps == 1,
+        per_iter=options.per_iter_timing == 1,
     )
 
 

@@ -193,6 +193,12 @@ class Calls:
     warmup_iters: Annotated[int, between(0, 10**4)] | None = flag(
         "calls before [5]", "-w", "--warmup-iters", "--warmup_iters", rare=True
     )
+    per_iter_timing: Annotated[int, between(0, 1)] = flag(
+        "1: each sample is one call; min, max, p99, cv in the table",
+        *("-I", "--per_iter_timing"),
+        default=0,
+        rare=True,
+    )
     check: Annotated[int, between(0, 1000)] | None = flag(
         "checked calls; 0 = none [1]", "-c", "--check"
     )
@@ -252,10 +258,7 @@ _DEVICE_API = "stepmark calls NCCL from the host; nccl-tests has kernels of its 
 class NotMeasured:
     """Flags of nccl-tests without a counterpart."""
 
-    per_iter_timing: Annotated[int, only(0, "--wide has p99, min, max and cv")] = flag(
-        "0: samples are shown by --wide", "-I", "--per_iter_timing", default=0, rare=True
-    )
-    per_iter_skip: Annotated[int, only(0, "warm-up calls (-w) precede the samples")] = flag(
+    per_iter_skip: Annotated[int, only(0, "every sample counts; -w has calls before")] = flag(
         "0: no sample is left out", "-K", "--per_iter_skip", default=0, rare=True
     )
     stream_null: Annotated[int, only(0, "calls have a stream of their own")] = flag(

@@ -334,6 +334,8 @@ def _mode(options: CommOptions, device: str, backend: str) -> tuple[Mode, bool]:
     if mode is Mode.AHEAD and default is not Mode.AHEAD:
         where = f"{backend}, whose calls return when they are complete"
         raise ConfigError("mode", mode, f"queued or blocking with {where}")
+    if mode is Mode.GRAPH:
+        refuse(options, ["per_iter_timing"], "it cannot time the calls of a graph")
     free = blocking == 2 or (options.no_align and mode is Mode.BLOCKING)
     return mode, not free
 

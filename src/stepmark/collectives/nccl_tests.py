@@ -42,26 +42,12 @@ NA_HALF = f"  {'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>6}"
 
 _LEAD = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}"
 _HALF = "  {:>7}  {:>6}  {:>6}  {:>6}"
-_HEAD = (
-    _LEAD.format("", "", "", "", "")
-    + "           out-of-place                       in-place          ",
-    _LEAD.format("size", "count", "type", "redop", "root")
-    + 2 * _HALF.format("time", "algbw", "busbw", "#wrong")
-    + " ",
-    _LEAD.format("(B)", "(elements)", "", "", "")
-    + 2 * _HALF.format("(us)", "(GB/s)", "(GB/s)", "")
-    + " ",
-)
+# Columns of the samples of -I.
+_ITERATIONS = 4 * "  {:>7}"
+_OF_ITERATIONS = ("min_s", "max_s", "p99_s", "cv_pct")
 _RANK = (
     "#  Rank {rank:2} Group {group:2} Pid {pid:6} on {hostname:>10} device {device:2} "
     "[{device_hex}] {device_info}"
-)
-# The cells of a line, for a terminal that is narrower.
-_HALVES = {"out-of-place": range(5, 9), "in-place": range(9, 13)}
-_HEAD_CELLS = (
-    (*("",) * 5, *("out",) * 4, *("in",) * 4),
-    ("size", "count", "type", "redop", "root", *2 * ("time", "algbw", "busbw", "#wrong")),
-    ("(B)", "(elements)", "", "", "", *2 * ("(us)", "(GB/s)", "(GB/s)", "")),
 )
 
 
@@ -92,6 +78,40 @@ class Report:
     cputime: bool = False
     memory: bool = False
     timestamps: bool = False
+    per_iter: bool = False
+
+    @property
+    def head(self) -> tuple[tuple[str, ...], ...]:
+        """Return the cells of the three lines above a table."""
+        units = ("(us)", "(GB/s)", "(GB/s)", "")
+        names = ("cputime" if self.cputime else "time", "algbw", "busbw", "#wrong")
+        if self.per_iter:
+            names += ("i_min", "i_max", "i_p99", "i_cv%")
+            units += ("(us)", "(us)", "(us)", "(%)")
+        return (
+            (*("",) * 5, *("out",) * len(names), *("in",) * len(names)),
+            ("size", "count", "type", "redop", "root", *2 * names),
+            ("(B)", "(elements)", "", "", "", *2 * units),
+        )
+
+    @property
+    def half(self) -> str:
+        """Return the format of one placement's cells."""
+        return _HALF + (_ITERATIONS if self.per_iter else "")
+
+    def head_lines(self) -> list[str]:
+        """Return the three lines above a table, as nccl-tests prints them."""
+        above = "           out-of-place                       in-place          "
+        if self.per_iter:
+            name = "-place (+ per-iteration)"
+            above = f"{'':14}out-of{name}{'':32}in{name}"
+        line = _LEAD + 2 * self.half + " "
+        _, names, units = self.head
+        return [
+            _LEAD.format("", "", "", "", "") + above,
+            line.format(*names),
+            line.format(*units),
+        ]
 
     @property
     def time_words(self) -> str:
@@ -218,7 +238,7 @@ def _block(
             lines.append(_table_line(table[0]))
         sizes = lines_of(table)
         printed = _table_lines(sizes, report)
-        lines += printed if not place or head_per_table else printed[len(_HEAD) :]
+        lines += printed if not place or head_per_table else printed[len(report.head) :]
         lines += [reason for halves in sizes for reason in _reasons(halves)]
         lines += remarks(table)
     return [*lines, *_footer(rows, name, report)]
@@ -285,20 +305,21 @@ def _table_line(row: Row) -> str:
 def _table_lines(sizes: Sequence[Mapping[str, Row]], report: Report) -> list[str]:
     """Return the head and a line per size; in parts, figures come before what is the same."""
     timed = [halves for halves in sizes if any(row["time_s"] for row in halves.values())]
-    lines = [*_HEAD, *map(_size_line, timed)]
-    cells = [*map(list, _HEAD_CELLS), *(line.split() for line in lines[len(_HEAD) :])]
+    data = [_size_line(halves, report) for halves in timed]
+    lines = [*report.head_lines(), *data]
+    cells = [*map(list, report.head), *(line.split() for line in data)]
+    width = (len(cells[0]) - 5) // 2
     ran = [
-        p for p in PLACEMENTS if any(p in halves and halves[p]["time_s"] for halves in timed)
+        5 + width * number
+        for number, placement in enumerate(PLACEMENTS)
+        if any(placement in halves and halves[placement]["time_s"] for halves in timed)
     ]
-    places = [0, *(place for p in ran for place in _HALVES[p]), 1, 2, 3, 4]
-    if report.cputime:
-        lines[1] = lines[1].replace("   time", "cputime")
-        cells[1] = [word.replace("time", "cputime") for word in cells[1]]
+    places = [0, *(start + place for start in ran for place in range(width)), 1, 2, 3, 4]
     if report.timestamps:
         stamps = ["", "timestamp", "%Y-%m-%d %H:%M:%S", *map(_timestamp, timed)]
         lines = [f"{line}{stamp:>21}" for line, stamp in zip(lines, stamps, strict=True)]
         cells = [[*words, stamp] for words, stamp in zip(cells, stamps, strict=True)]
-        places.append(13)
+        places.append(5 + 2 * width)
     is_right = [True] * len(places)
     return [
         TableLine.of(line, [words[place] for place in places], is_right)
@@ -312,12 +333,12 @@ def _timestamp(halves: Mapping[str, Row]) -> str:
     return datetime.fromtimestamp(max(moments)).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _size_line(halves: Mapping[str, Row]) -> str:
+def _size_line(halves: Mapping[str, Row], report: Report) -> str:
     row = next(iter(halves.values()))
     return (
         f"{row['size_bytes']:12}  {row['count']:12}  {type_name(text(row, 'dtype')):>8}  "
         f"{text(row, 'redop'):>6}  {row['root']:6}"
-    ) + "".join(_half(halves.get(placement)) for placement in PLACEMENTS)
+    ) + "".join(_half(halves.get(placement), report) for placement in PLACEMENTS)
 
 
 def _reasons(halves: Mapping[str, Row]) -> list[str]:
@@ -329,16 +350,23 @@ def _reasons(halves: Mapping[str, Row]) -> list[str]:
     ]
 
 
-def _half(row: Row | None) -> str:
+def _half(row: Row | None, report: Report) -> str:
     time_s = number(row, "table_time_s") if row else None
     if row is None or time_s is None:
-        return NA_HALF
+        return NA_HALF + (_ITERATIONS.format(*4 * ("N/A",)) if report.per_iter else "")
     wrong = number(row, "num_wrong")
     rates = (number(row, "algbw_gb_s"), number(row, "busbw_gb_s"))
     algbw, busbw = ("N/A" if rate is None else float_text(rate, 6) for rate in rates)
     # One column narrower where nothing was checked, as in nccl-tests.
     wrong_text = "    N/A" if wrong is None else f"  {wrong:>6g}"
-    return f"  {float_text(time_s * 1e6, 7)}  {algbw:>6}  {busbw:>6}{wrong_text}"
+    cells = f"  {float_text(time_s * 1e6, 7)}  {algbw:>6}  {busbw:>6}{wrong_text}"
+    if not report.per_iter:
+        return cells
+    figures = (
+        (number(row, name) or 0.0) * (1 if name.endswith("pct") else 1e6)
+        for name in _OF_ITERATIONS
+    )
+    return cells + _ITERATIONS.format(*(float_text(figure, 7) for figure in figures))
 
 
 def out_of_bounds(rows: Sequence[Row]) -> int:

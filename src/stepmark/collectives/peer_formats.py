@@ -59,9 +59,9 @@ def json_document(
         "args": list(arguments),
         "env": [f"{name}={value}" for name, value in variables.items()],
         "nccl_version": _version_code(run.environment.versions.get("nccl")),
-        "config": _config(rows, run) if rows else {},
+        "config": _config(rows, run, report) if rows else {},
         "results": [
-            _result(halves, "cpu_time" if report.cputime else "time")
+            _result(halves, report)
             for group in grouped(rows, ("collective",))
             for table in grouped(group, TABLE)
             for same in grouped(table, SETTINGS)
@@ -95,7 +95,7 @@ def _bool(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _config(rows: Sequence[Row], run: RunInfo) -> dict[str, object]:
+def _config(rows: Sequence[Row], run: RunInfo, report: Report) -> dict[str, object]:
     p = parameters_of(rows)
     widest = max(rows, key=lambda row: number(row, "num_ranks") or 0)
     return {
@@ -110,14 +110,15 @@ def _config(rows: Sequence[Row], run: RunInfo) -> dict[str, object]:
         "validation": p.validation,
         "graph": p.graph,
         "blocking_collectives": _bool(rows[0]["mode"] == "blocking"),
-        "per_iter_timing": _bool(False),
+        "per_iter_timing": _bool(report.per_iter),
         "per_iter_skip": 0,
         "parallel_init": _bool(True),  # ranks are processes
         "devices": devices_of([widest], run),
     }
 
 
-def _result(halves: Mapping[str, Row], time_key: str) -> dict[str, object]:
+def _result(halves: Mapping[str, Row], report: Report) -> dict[str, object]:
+    time_key = "cpu_time" if report.cputime else "time"
     row = next(iter(halves.values()))
     samples = [int(number(half, "n") or 0) for half in halves.values() if half["n"]]
     return {
@@ -130,9 +131,25 @@ def _result(halves: Mapping[str, Row], time_key: str) -> dict[str, object]:
             placement.replace("-", "_"): _half(halves.get(placement), time_key)
             for placement in PLACEMENTS
         },
+        **_per_iteration(halves, report),
         "actual_iterations": min(samples, default=0)
         * int(number(row, "calls_per_sample") or 1),
         "experiment_name": test_name(text(row, "collective")),
+    }
+
+
+def _per_iteration(halves: Mapping[str, Row], report: Report) -> dict[str, object]:
+    """Return what -I of nccl-tests has of the samples, without the samples."""
+    columns = {"min_us": "min_s", "max_us": "max_s", "avg_us": "mean_s", "p50_us": "p50_s"}
+    columns["p99_us"] = "p99_s"
+    return {
+        f"{placement.replace('-', '_')}_per_iter": {
+            "skipped_iterations": 0,
+            **{key: (number(row, name) or 0.0) * 1e6 for key, name in columns.items()},
+            "cv_pct": row["cv_pct"],
+        }
+        for placement, row in halves.items()
+        if report.per_iter and row["time_s"]
     }
 
 

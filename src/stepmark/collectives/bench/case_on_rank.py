@@ -296,7 +296,8 @@ class CaseOnRank:
 
     def _calls_per_sample(self, estimate_s: float) -> int:
         case = self._world_case
-        if case.mode is Mode.BLOCKING or (case.skew_s and case.mode is not Mode.GRAPH):
+        is_timed_alone = case.mode is Mode.BLOCKING or case.skew_s or self._how.per_call
+        if is_timed_alone and case.mode is not Mode.GRAPH:
             return 1
         iterations = self._how.iterations
         k = max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
