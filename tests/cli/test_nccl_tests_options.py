@@ -14,14 +14,14 @@ from tests.parsing import parse
 from stepmark.cases.plan import Plan
 from stepmark.cases.record import CommMemory, Record
 from stepmark.cli.main import status
-from stepmark.collectives import comm, nccl_tests
+from stepmark.collectives import comm, comm_workload, nccl_tests
 from stepmark.collectives.comm_columns import rows
 from stepmark.collectives.comm_options import CommOptions
 from stepmark.collectives.nccl_tests import Report
 from stepmark.collectives.peer_formats import json_document
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring.machine import machine
-from stepmark.model.collectives import Collective
+from stepmark.model.collectives import Api, Collective, Registration
 from stepmark.tables.table import fitted
 from stepmark.text_tables import tables_of
 
@@ -117,6 +117,39 @@ def test_what_has_no_counterpart_is_refused_with_the_reason(
     assert out == ""
     assert err.startswith(f"stepmark: {option} {other} is invalid: it must be {holds}, since ")
     assert err.count("\n") == 1
+
+
+PRINTED = "-N 3 -a 1 -C 1 -R 2 -u 1 -M 1 -S 1 -I 1"
+
+
+def test_printed_commands_have_the_same_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"comm all_reduce --nproc 2 -b 1M -e 1M --print nccl-tests {PRINTED}"
+    assert status(line.split()) == 0
+    (command,) = capsys.readouterr().out.splitlines()
+    assert command.endswith(f" -g 2 {PRINTED}")
+    line = "comm all_reduce --nproc 2 -b 1M -e 1M --print rccl-tests -N 3 -a 1"
+    assert status(line.split()) == 0
+    assert capsys.readouterr().out.endswith(" -g 2 -N 3 -a 1\n")
+
+
+@pytest.mark.parametrize("words", ["-R 2", "-u 1", "-M 1", "-S 1", "-I 1"])
+def test_other_meanings_in_rccl_tests_are_not_printed(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"comm all_reduce --nproc 2 -b 1M -e 1M --print rccl-tests {words}"
+    assert status(line.split()) == 2
+    message = f"stepmark: {words} is invalid: it works only with --print nccl-tests.\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_workload_s_barrier_has_no_buffers(tmp_path: Path) -> None:
+    barrier, other = comm_case(Collective.BARRIER), comm_case(Collective.ALL_GATHER)
+    base = replace(other, registration=Registration.SYMMETRIC, unalign=1, api=Api.NCCL)
+    cases, _ = comm_workload.placed([barrier, other], base)
+    assert [(case.registration, case.unalign) for case in cases] == [
+        (Registration.NONE, 0),
+        (Registration.SYMMETRIC, 1),
+    ]
 
 
 # What is shown
@@ -248,7 +281,7 @@ def test_our_own_reader_finds_the_times_of_every_table(words: str) -> None:
     # The time to enqueue says nothing of the collective.
     wanted = None if "-C" in words else 30e-6 if "-a" in words else 40e-6
     assert [*times] == [wanted if wanted is None else pytest.approx(wanted)]
-    assert found.method.endswith("time to enqueue") == ("-C" in words)
+    assert any("(-C)" in note for note in found.notes) == ("-C" in words)
 
 
 def test_timestamps_end_each_line_also_on_a_narrow_terminal() -> None:
