@@ -333,6 +333,31 @@ def test_no_flag_is_without_effect(
     assert capsys.readouterr().err.startswith(f"stepmark: {message}")
 
 
+def test_what_asks_for_nothing_is_no_error() -> None:
+    off = (
+        "-R",
+        "0",
+        "-u",
+        "0",
+        "-C",
+        "0",
+        "-S",
+        "0",
+        "-M",
+        "0",
+        "-I",
+        "0",
+        "-G",
+        "0",
+        "-z",
+        "0",
+    )
+    words = ["--nproc=4", "-b1K", "-e1K", *off]
+    for names in (["all_reduce"], ["barrier"]):
+        comm.plan(parse(CommOptions, [*names, *words]), H200)
+        comm.plan(parse(CommOptions, [*names, *words]), machine("cpu", dry_run=True))
+
+
 @pytest.mark.parametrize("words", [("-R", "1"), ("-u", "1")])
 def test_a_barrier_has_no_buffers(words: tuple[str, str]) -> None:
     options = ["--nproc=4", "--api=nccl", "-b1K", "-e1K", *words]

@@ -18,6 +18,7 @@ from stepmark.cases.record import (
     Arrivals,
     Beside,
     Check,
+    CommMemory,
     Failed,
     Measured,
     Record,
@@ -26,6 +27,7 @@ from stepmark.cases.record import (
     Telemetry,
 )
 from stepmark.ground.stats import slowest_per_sample, summarize
+from stepmark.model.collectives import Registration
 from stepmark.store import codec
 from stepmark.store.commands import command_of
 

@@ -61,7 +61,8 @@ def plan(
         if not set(names) & set(collectives):
             refuse(options, [flag], f"only with {', '.join(collectives)}")
     if names == [Collective.BARRIER]:
-        refuse(options, ("register", "unalign"), "it has no effect on barrier, without buffers")
+        rule = "it has no effect on barrier, which has no buffers"
+        refuse(options, _given(options, "register", "unalign"), rule)
     # As in nccl-tests, every collective accepts a root; only some use it.
     _roots(options, world_size)
     cases: list[CommCase] = []
@@ -104,8 +105,8 @@ def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCa
         raise ConfigError("api", options.api, "it needs a GPU; on a CPU use --api torch")
     if device != "cuda":
         refuse(options, ("memory", "report_cputime"), "only on GPUs")
-    if options.register not in (None, Registration.NONE) and options.api is not Api.NCCL:
-        refuse(options, ["register"], "only with --api nccl")
+    if options.api is not Api.NCCL:
+        refuse(options, _given(options, "register"), "only with --api nccl")
     return CommCase(
         collective=Collective.BARRIER,
         count=0,
@@ -242,6 +243,12 @@ def refuse(options: CommOptions, names: Iterable[str], rule: str) -> None:
     for name in names:
         if name in values:
             raise ConfigError(dashed(name), values[name], rule)
+
+
+def _given(options: CommOptions, *names: str) -> list[str]:
+    """Return those of these options of nccl-tests that are given, and not as 0."""
+    values = plain(options)
+    return [name for name in names if values.get(name, "0") != "0"]
 
 
 def _sweep(options: CommOptions, device: str) -> list[int]:

@@ -83,8 +83,13 @@ class Report:
     @property
     def head(self) -> tuple[tuple[str, ...], ...]:
         """Return the cells of the three lines above a table."""
-        units = ("(us)", "(GB/s)", "(GB/s)", "")
-        names = ("cputime" if self.cputime else "time", "algbw", "busbw", "#wrong")
+        units: tuple[str, ...] = ("(us)", "(GB/s)", "(GB/s)", "")
+        names: tuple[str, ...] = (
+            "cputime" if self.cputime else "time",
+            "algbw",
+            "busbw",
+            "#wrong",
+        )
         if self.per_iter:
             names += ("i_min", "i_max", "i_p99", "i_cv%")
             units += ("(us)", "(us)", "(us)", "(%)")

@@ -131,9 +131,10 @@ def _run(*command: str) -> str:
 def _packed(step: Step) -> _Step:
     """Return the step as C reads it."""
     *arguments, comm, stream = step.args or (c_void_p(), c_void_p())
+    function: Any = step.func
     packed = _Step(
-        function=ctypes.cast(step.func, c_void_p),
-        signature=_SIGNATURES[tuple(map(type, arguments))],
+        function=ctypes.cast(function, c_void_p),
+        signature=_SIGNATURES[tuple(type(each) for each in arguments)],
         comm=comm,
         stream=stream,
     )

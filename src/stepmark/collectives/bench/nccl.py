@@ -342,7 +342,7 @@ class Communicator:
 
     def _fail(self, steps: list[Step], at: int, result: int) -> None:
         """Leave the groups that are open, then raise."""
-        names = [step.func.__name__ for step in steps[: at + 1]]  # type: ignore[attr-defined]
+        names = [step.func.__name__ for step in steps[: at + 1]]
         try:
             self._succeed(names[-1], result)
         finally:
