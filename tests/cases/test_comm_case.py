@@ -91,6 +91,7 @@ CHANGES: dict[str, Any] = {
     "beside": "copy",
     "registration": Registration.SYMMETRIC,
     "unalign": 1,
+    "cta_policy": 1,
 }
 
 

@@ -47,6 +47,7 @@ PLANNED = {
     ("R", "local_register"): "2",
     ("u", "unalign"): "1",
     ("I", "per_iter_timing"): "1",
+    ("x", "cta_policy"): "1",
 }
 # A value that changes the table of nccl-tests, or the file of -J.
 SHOWN = {
@@ -60,7 +61,6 @@ FIXED = {
     ("t", "nthreads"): ("1", "2"),
     ("p", "parallel_init"): ("1", "0"),
     ("y", "stream_null"): ("0", "1"),
-    ("x", "cta_policy"): ("0", "1"),
     ("D", "device_implementation"): ("0", "1"),
     ("V", "device_cta_count"): ("16", "8"),
     ("K", "per_iter_skip"): ("0", "5"),
@@ -119,7 +119,7 @@ def test_what_has_no_counterpart_is_refused_with_the_reason(
     assert err.count("\n") == 1
 
 
-PRINTED = "-N 3 -a 1 -C 1 -R 2 -u 1 -M 1 -S 1 -I 1"
+PRINTED = "-N 3 -a 1 -C 1 -R 2 -u 1 -x 1 -M 1 -S 1 -I 1"
 
 
 def test_printed_commands_have_the_same_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_printed_commands_have_the_same_flags(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.endswith(" -g 2 -N 3 -a 1\n")
 
 
-@pytest.mark.parametrize("words", ["-R 2", "-u 1", "-M 1", "-S 1", "-I 1"])
+@pytest.mark.parametrize("words", ["-R 2", "-u 1", "-x 1", "-M 1", "-S 1", "-I 1"])
 def test_other_meanings_in_rccl_tests_are_not_printed(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +306,7 @@ def test_memory_is_that_of_the_case_with_most() -> None:
     ("words", "message"),
     [
         ("-R 1", "-R 1 is invalid: it works only with --api nccl."),
+        ("-x 1", "-x 1 is invalid: it works only with --api nccl."),
         ("-R 3", "-R 3 is invalid: it must be one of 0, 1, 2"),
         ("-M 1", "-M 1 is invalid: it works only on GPUs."),
         ("-C 1", "-C 1 is invalid: it works only on GPUs."),
@@ -335,6 +336,8 @@ def test_no_flag_is_without_effect(
 
 def test_what_asks_for_nothing_is_no_error() -> None:
     off = (
+        "-x",
+        "0",
         "-R",
         "0",
         "-u",

@@ -38,7 +38,8 @@ C_HEAD = """
 #include <stddef.h>
 typedef struct { char internal[128]; } Id;
 typedef struct { size_t size; unsigned magic, version; int blocking, cga, least, most;
-                 const char *net; int share, traffic; } Config;
+                 const char *net; int share, traffic;
+                 const char *name; int collnet, policy; } Config;
 static char text[1 << 20]; static size_t used; static char failing[64]; static int quiet;
 const char *fake_log(void) { return text; }
 void fake_reset(const char *name) { used = 0; text[0] = 0; strcpy(failing, name); quiet = 0; }
@@ -54,9 +55,11 @@ int ncclCommInitRank(void **c, int n, Id id, int r) {
   return say("ncclCommInitRank"); }
 int ncclCommInitRankConfig(void **c, int n, Id id, int r, Config *k) {
   *c = (void *)0xC0; LOG("ncclCommInitRankConfig %d %d %d size=%zu magic=%x version=%u most=%d"
-  " undefined=%d net=%p\\n", n, id.internal[127], r, k->size, k->magic, k->version, k->most,
+  " undefined=%d net=%p", n, id.internal[127], r, k->size, k->magic, k->version, k->most,
   k->blocking == k->least && k->share == k->traffic && k->share == k->cga, (void *)k->net);
-  return 0; }
+  if (k->size > 48)
+    LOG(" name=%p collnet=%d policy=%d", (void *)k->name, k->collnet, k->policy);
+  LOG("\\n"); return 0; }
 int ncclRedOpCreatePreMulSum(int *op, void *s, int t, int where, void *c) {
   *op = 1000 + t; LOG("ncclRedOpCreatePreMulSum %02x %d %d %zu\\n", *(unsigned char *)s, t,
   where, (size_t)c); return 0; }
@@ -172,13 +175,13 @@ def c_library(folder: Path) -> Fake | None:
     return Fake(nccl.load(str(out)))
 
 
-def join(n: int, index: int, max_ctas: int | None = None) -> nccl.Communicator:
+def join(n: int, index: int, **limits: int) -> nccl.Communicator:
     return nccl.Communicator(
         num_ranks=n,
         index=index,
         share=lambda mine: mine or bytes([9] * 128),
-        max_ctas=max_ctas,
         path="fake",
+        **limits,
     )
 
 

@@ -269,6 +269,18 @@ def test_a_limit_of_thread_blocks_goes_into_the_configuration(fake: Fake) -> Non
         )
 
 
+def test_a_policy_of_thread_blocks_is_a_field_of_newer_configurations(fake: Fake) -> None:
+    join(4, 0, cta_policy=2)
+    (line,) = fake.lines
+    assert line.startswith("ncclCommInitRankConfig 4 7 0")
+    if fake.is_c:
+        undefined = -(2**31)
+        assert line.endswith(
+            f"size=64 magic=cafebeef version=22809 most={undefined} undefined=1 net=(nil)"
+            f" name=(nil) collnet={undefined} policy=2"
+        )
+
+
 @pytest.mark.parametrize("name", ["ncclSend", "ncclGroupEnd", "ncclGroupStart"])
 def test_errors_say_what_the_library_says_and_close_the_group(fake: Fake, name: str) -> None:
     case, buffer = case_of(Collective.SENDRECV), torch.empty(10, dtype=torch.bfloat16)

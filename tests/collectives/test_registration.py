@@ -3,6 +3,7 @@
 import ctypes
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -186,6 +187,29 @@ def test_registered_memory_of_a_failed_case_goes_with_its_communicator(
     record = Failed(run_id="r", case=case, cause=cause, message="", ranks=(0,))
     bench.failed(Entry(position=0, launch=1, case=case), record)
     assert len(forgotten) == forgets
+
+
+@pytest.mark.parametrize(
+    ("version", "policy", "reason"),
+    [
+        (22605, 0, None),
+        (22605, 1, "-x 1 needs NCCL 2.27, not 2.26"),
+        (22706, 1, None),
+        (22706, 2, "-x 2 needs NCCL 2.28, not 2.27"),
+        (22803, 2, None),
+    ],
+)
+def test_an_older_library_without_the_policy_skips_the_case(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, version: int, policy: int, reason: str | None
+) -> None:
+    class Older:
+        def ncclGetVersion(self, number: Any) -> int:  # noqa: N802
+            number._obj.value = version
+            return 0
+
+    monkeypatch.setattr(nccl, "load", lambda path: Older())
+    case = case_of(Collective.ALL_REDUCE, n=1, api=Api.NCCL, cta_policy=policy)
+    assert nccl.unsupported_here(case) == reason
 
 
 def test_memory_of_nccl_is_apart_from_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,18 @@ class CommCase:
         shown=Shown.TABLES,
         words="at most {} CTAs",
     )
+    cta_policy: int | None = field_of(
+        Role.SETTING,
+        None,
+        "NCCL's policy of thread blocks: 1 = efficiency, 2 = zero",
+        *("-x", "--cta_policy"),
+        reads=Annotated[int, between(0, 2)],
+        group="Ranks",
+        heading="CTA policy",
+        shown=Shown.PAGE,
+        words="CTA policy {}",
+        formerly=None,
+    )
     registration: Registration = field_of(
         Role.SETTING,
         Registration.NONE,

@@ -264,9 +264,6 @@ class NotMeasured:
     stream_null: Annotated[int, only(0, "calls have a stream of their own")] = flag(
         "0: calls have a stream of their own", "-y", "--stream_null", default=0, rare=True
     )
-    cta_policy: Annotated[int, only(0, "stepmark sets no policy; see --max-ctas")] = flag(
-        "0: NCCL's default policy", "-x", "--cta_policy", default=0, rare=True
-    )
     device_implementation: Annotated[int, only(0, _DEVICE_API)] = flag(
         "0: NCCL's kernels", "-D", "--device_implementation", default=0, rare=True
     )

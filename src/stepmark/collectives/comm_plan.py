@@ -106,7 +106,7 @@ def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCa
     if device != "cuda":
         refuse(options, ("memory", "report_cputime"), "only on GPUs")
     if options.api is not Api.NCCL:
-        refuse(options, _given(options, "register"), "only with --api nccl")
+        refuse(options, _given(options, "register", "cta_policy"), "only with --api nccl")
     return CommCase(
         collective=Collective.BARRIER,
         count=0,

@@ -177,6 +177,7 @@ _LETTERS = {
 _ONLY_NCCL_TESTS = {
     "register": "-R",
     "unalign": "-u",
+    "cta_policy": "-x",
     "memory": "-M",
     "report_timestamps": "-S",
     "per_iter_timing": "-I",

@@ -68,7 +68,7 @@ class CollectiveBench(Bench):
         started = self.context.ranks.num_ranks
         if case.world_size > started:
             return f"needs {case.world_size} ranks, {started} were started", None
-        if reason := unsupported(case) or nccl.unsupported_registration(case.registration):
+        if reason := unsupported(case) or nccl.unsupported_here(case):
             return reason, None
         local = local_case(case, self.context.ranks.rank)
         if local is None:

@@ -202,7 +202,8 @@ class Communicators:
 
     @staticmethod
     def _key(case: CommCase) -> object:
-        return case.api, case.backend, tuple(case.communicators), case.max_ctas
+        limits = (case.max_ctas, case.cta_policy)
+        return case.api, case.backend, tuple(case.communicators), limits
 
     def _make(self, case: CommCase) -> Communicator | None:
         ranks = self._ranks
@@ -224,4 +225,5 @@ class Communicators:
             index=members.index(ranks.rank),
             share=share,
             max_ctas=case.max_ctas,
+            cta_policy=case.cta_policy,
         )

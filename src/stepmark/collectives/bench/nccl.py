@@ -52,11 +52,14 @@ _WHOLE_SINCE_2_28 = {
     Collective.GATHER: "ncclGather",
     Collective.SCATTER: "ncclScatter",
 }
-# What registers and deregisters, since NCCL 2.19 and 2.27.
+# What registers, deregisters, allocates and frees: since NCCL 2.19, and windows since 2.27.
+_MEMORY = ("ncclMemAlloc", "ncclMemFree")
 _REGISTER = {
-    Registration.LOCAL: ("ncclCommRegister", "ncclCommDeregister"),
-    Registration.SYMMETRIC: ("ncclCommWindowRegister", "ncclCommWindowDeregister"),
+    Registration.LOCAL: ("ncclCommRegister", "ncclCommDeregister", *_MEMORY),
+    Registration.SYMMETRIC: ("ncclCommWindowRegister", "ncclCommWindowDeregister", *_MEMORY),
 }
+# Versions of NCCL that know each policy: nccl-tests, src/common.cu.
+_POLICY_SINCE = ((2, 0), (2, 27), (2, 28))
 _WIN_COLL_SYMMETRIC = 1
 _SCALAR_ON_HOST = 1
 _MAGIC = 0xCAFEBEEF
@@ -103,6 +106,10 @@ class _Config(ctypes.Structure):
         ("net_name", c_char_p),
         ("split_share", c_int),
         ("traffic_class", c_int),
+        # Since NCCL 2.27.
+        ("comm_name", c_char_p),
+        ("collnet_enable", c_int),
+        ("cta_policy", c_int),
     )
 
 
@@ -146,22 +153,23 @@ def load(path: str) -> ctypes.CDLL:
     return library
 
 
-def unsupported_registration(registration: Registration, path: str | None = None) -> str | None:
-    """Return why the library cannot register buffers so; None where it can."""
-    if registration is Registration.NONE:
+def unsupported_here(case: CommCase) -> str | None:
+    """Return why the library of this process cannot run the case; None where it can."""
+    if case.registration is Registration.NONE and not case.cta_policy:
         return None
-    library: Any = load(path or find_library())
-    missing = [
-        name
-        for name in (*_REGISTER[registration], "ncclMemAlloc", "ncclMemFree")
-        if not hasattr(library, name)
-    ]
-    if not missing:
-        return None
-    version = c_int()
-    library.ncclGetVersion(byref(version))
-    major, minor = divmod(version.value // 100, 100)
-    return f"--register {registration} needs {missing[0]}, which NCCL {major}.{minor} lacks"
+    library: Any = load(find_library())
+    number = c_int()
+    library.ncclGetVersion(byref(number))
+    major, minor = version = divmod(number.value // 100, 100)
+    since = _POLICY_SINCE[case.cta_policy or 0]
+    if version < since:
+        return f"-x {case.cta_policy} needs NCCL {since[0]}.{since[1]}, not {major}.{minor}"
+    needed = _REGISTER.get(case.registration, ())
+    missing = [name for name in needed if not hasattr(library, name)]
+    if missing:
+        lacks = f"{missing[0]}, which NCCL {major}.{minor} lacks"
+        return f"--register {case.registration} needs {lacks}"
+    return None
 
 
 class _DeviceBytes:
@@ -184,8 +192,8 @@ def device_bytes(pointer: int, num_bytes: int) -> torch.Tensor:
 class Communicator:
     """This rank in an NCCL communicator. Every member makes it at the same time.
 
-    max_ctas: thread blocks that it may use; None: as many as the library likes. The current
-    CUDA device becomes the rank's.
+    max_ctas: thread blocks that it may use; None: as many as the library likes. cta_policy: a
+    number of NCCL_CTA_POLICY_*; None: not set. The current CUDA device becomes the rank's.
     """
 
     def __init__(
@@ -195,6 +203,7 @@ class Communicator:
         index: int,
         share: Share,
         max_ctas: int | None = None,
+        cta_policy: int | None = None,
         path: str | None = None,
     ) -> None:
         self._library: Any = load(path or find_library())
@@ -210,10 +219,11 @@ class Communicator:
         sent = share(bytes(unique) if index == 0 else None)
         unique = _UniqueId.from_buffer_copy(sent)
         place = (byref(self._comm), num_ranks, unique, index)
-        if max_ctas is None:
+        if max_ctas is None and cta_policy is None:
             self._do("ncclCommInitRank", *place)
         else:
-            self._do("ncclCommInitRankConfig", *place, byref(self._config(max_ctas)))
+            config = self._config(max_ctas, cta_policy)
+            self._do("ncclCommInitRankConfig", *place, byref(config))
 
     def bind(
         self,
@@ -361,20 +371,24 @@ class Communicator:
             self._premul[dtype] = op.value
         return self._premul[dtype]
 
-    def _config(self, max_ctas: int) -> _Config:
+    def _config(self, max_ctas: int | None, cta_policy: int | None) -> _Config:
         version = c_int()
         self._do("ncclGetVersion", byref(version))
+        is_longer = cta_policy is not None
         return _Config(
-            size=ctypes.sizeof(_Config),
+            size=ctypes.sizeof(_Config) if is_longer else _Config.comm_name.offset,
             magic=_MAGIC,
             version=version.value,
             blocking=_UNDEFINED,
             cga_cluster_size=_UNDEFINED,
             min_ctas=_UNDEFINED,
-            max_ctas=max_ctas,
+            max_ctas=_UNDEFINED if max_ctas is None else max_ctas,
             net_name=None,
             split_share=_UNDEFINED,
             traffic_class=_UNDEFINED,
+            comm_name=None,
+            collnet_enable=_UNDEFINED,
+            cta_policy=cta_policy or 0,
         )
 
     def _do(self, name: str, *arguments: object) -> None:
