@@ -372,3 +372,12 @@ def test_a_barrier_has_no_buffers(words: tuple[str, str]) -> None:
         for entry in both.entries
     }  # type: ignore[union-attr]
     assert changed == {"barrier": False, "broadcast": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"wide": True}])
+def test_a_run_says_that_python_issued_its_calls(
+    options: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(__file__).parents[2] / "results" / "h200-x4-comm-queued-1"
+    assert comm.show(run, options, 0) == 0
+    assert "Python issues the calls, which takes the host longer" in capsys.readouterr().out

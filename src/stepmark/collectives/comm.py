@@ -134,6 +134,8 @@ def _show(run: View, options: CommOptions) -> None:
         return
     if options.wide:
         show_rows(run)
+        if note := comm_remarks.issued_from(run.comm_rows):
+            print_text([f"# {note}"])
         return
     matrices = [m for m in comm_remarks.matrices(run.comm_rows) if len(m.links) > 1]
     drawn = {matrix.family for matrix in matrices}

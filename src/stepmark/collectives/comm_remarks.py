@@ -53,17 +53,18 @@ def setting_line(rows: Sequence[Row]) -> str:
     api = "torch.distributed" if row["api"] == "torch" else "libnccl"
     how = MODES[mode] if row["device"] != "cpu" else MODES[mode].replace(" on the stream", "")
     words = [f"mode {mode} ({how})", f"{api}, backend {row['backend']}"]
-    words += [note for note in [_issued_from(rows)] if note]
+    words += [note for note in [issued_from(rows)] if note]
     words += [f"{row['num_ranks']} ranks each"] if row["split"] else []
     words += in_words(CommCase, row)
     return f"# {'; '.join(words)}"
 
 
-def _issued_from(rows: Sequence[Row]) -> str:
+def issued_from(rows: Sequence[Row]) -> str:
     """Return what issued calls of libnccl, where samples have the host's time; "" elsewhere."""
-    joined = ", ".join(text(row, "method") for row in rows if row["method"])
+    joined = ", ".join(text(row, "method") for row in rows if row["api"] == "nccl")
     methods = {method.partition("/")[0] for method in joined.split(", ")}
-    if rows[0]["api"] != "nccl" or not methods & {"queued", "queued-compiled"}:
+    methods &= {"queued", "queued-compiled"}
+    if not methods:
         return ""
     if methods == {"queued-compiled"}:
         return "a compiled loop issues the calls"
