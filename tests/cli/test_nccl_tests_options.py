@@ -318,6 +318,7 @@ def test_memory_is_that_of_the_case_with_most() -> None:
         ("-a 1 --wide", "-a 1 is invalid: it changes nccl-tests' table"),
         ("-a 1 --json -", "-a 1 is invalid: it changes nccl-tests' table"),
         ("-S 1 --style param", "-S 1 is invalid: it changes nccl-tests' table"),
+        ("p2p-matrix -S 1", "-S 1 is invalid: it changes nccl-tests' table"),
         ("-S 1 --wide -J x.json", "-S 1 is invalid: it changes nccl-tests' table"),
     ],
 )
@@ -329,7 +330,8 @@ def test_no_flag_is_without_effect(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = f"comm all_reduce --device cpu --nproc 2 -b 1K -e 1K --dry-run {words}"
+    name = "" if words.startswith("p2p") else "all_reduce"
+    line = f"comm {name} --device cpu --nproc 2 -b 1K -e 1K --dry-run {words}"
     assert status(line.split()) == 2
     assert capsys.readouterr().err.startswith(f"stepmark: {message}")
 

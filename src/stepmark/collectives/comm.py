@@ -8,7 +8,7 @@ from typing import Any
 
 from stepmark.cases.plan import CommHow, How, Plan, entries
 from stepmark.collectives import comm_plan, comm_remarks, nccl_tests, peer_formats
-from stepmark.collectives.comm_options import CommOptions
+from stepmark.collectives.comm_options import MATRIX_OF_PAIRS, CommOptions
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import new_file
 from stepmark.ground.options import build, plain
@@ -105,9 +105,11 @@ def _how(options: CommOptions) -> CommHow:
 
 def _check_shown(options: CommOptions) -> None:
     """Refuse flags of a table that is not shown, and -J to another file than JSON."""
-    has_table = not (options.wide or options.style or options.to_stdout)
-    if not has_table:
-        rule = "it changes nccl-tests' table, which --wide, --style and files on stdout replace"
+    is_matrix = set(options.names) == {MATRIX_OF_PAIRS}
+    if options.wide or options.style or options.to_stdout or is_matrix:
+        rule = (
+            "it changes nccl-tests' table, which --wide, --style, p2p-matrix or stdout replace"
+        )
         names = ("report_timestamps", "memory")
         in_file = ("average", "report_cputime")  # -J has them, too
         comm_plan.refuse(options, names if options.output_file else (*in_file, *names), rule)
