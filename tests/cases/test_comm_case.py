@@ -16,7 +16,15 @@ from stepmark.collectives import comm_plan
 from stepmark.collectives.comm_options import CommOptions
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.collectives import FACTS, Api, Collective, Mode, RedOp, busbw_factor
+from stepmark.model.collectives import (
+    FACTS,
+    Api,
+    Collective,
+    Mode,
+    RedOp,
+    Registration,
+    busbw_factor,
+)
 from stepmark.store.commands import command_of
 
 from .comm_samples import MATRIX, PLAIN, SAMPLES
@@ -81,6 +89,9 @@ CHANGES: dict[str, Any] = {
     "skew_s": 1e-6,
     "max_ctas": 8,
     "beside": "copy",
+    "registration": Registration.SYMMETRIC,
+    "unalign": 1,
+    "cta_policy": 1,
 }
 
 

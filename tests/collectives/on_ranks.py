@@ -85,8 +85,8 @@ class Breaking:
         real = getattr(CaseOnRank, self.step)
         left = [1]
 
-        def step(part: CaseOnRank, *arguments: Any) -> Any:
-            result = real(part, *arguments)
+        def step(part: CaseOnRank, *arguments: Any, **more: Any) -> Any:
+            result = real(part, *arguments, **more)
             if left and ranks.rank == self.rank:
                 left.pop()
                 raise ValueError(f"no {self.step}")

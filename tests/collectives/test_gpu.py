@@ -15,7 +15,15 @@ from stepmark.cases.comm_case import CommCase
 from stepmark.cases.plan import CommHow
 from stepmark.cases.record import Measured, Record
 from stepmark.ground.dtypes import DType
-from stepmark.model.collectives import FACTS, Api, Collective, Mode, RedOp, placements
+from stepmark.model.collectives import (
+    FACTS,
+    Api,
+    Collective,
+    Mode,
+    RedOp,
+    Registration,
+    placements,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,6 +76,34 @@ def test_every_collective_is_right(two: Pool, api: Api) -> None:
         for in_place in placements(one, api)
     ]
     measured(two, cases, iterations=5)
+
+
+@pytest.mark.parametrize("registration", [Registration.LOCAL, Registration.SYMMETRIC])
+@pytest.mark.parametrize("unalign", [0, 1])
+def test_every_collective_is_right_in_registered_buffers(
+    two: Pool, registration: Registration, unalign: int
+) -> None:
+    cases = [
+        case_of(
+            one, api=Api.NCCL, in_place=in_place, registration=registration, unalign=unalign
+        )
+        for one in Collective
+        if one is not Collective.BARRIER
+        for in_place in placements(one, Api.NCCL)
+    ]
+    for record in measured(two, cases, iterations=5):
+        assert record.comm_memory is not None
+        assert record.comm_memory.buffer_bytes > 0
+
+
+def test_queued_calls_of_libnccl_come_from_the_compiled_loop(two: Pool) -> None:
+    cases = [
+        case_of(one, api=Api.NCCL, mode=Mode.QUEUED, in_place=in_place)
+        for one in Collective
+        for in_place in placements(one, Api.NCCL)
+    ]
+    for record in measured(two, cases, iterations=50):
+        assert record.samples.method.startswith("queued-compiled/")
 
 
 def test_a_large_message_takes_as_long_in_each_mode(two: Pool) -> None:

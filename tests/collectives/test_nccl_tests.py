@@ -17,7 +17,7 @@ from stepmark.collectives.comm_remarks import straggler
 from stepmark.collectives.nccl_tests import NA_HALF, float_text, output_lines
 from stepmark.collectives.peer_formats import json_document
 from stepmark.ground.dtypes import parse_dtype
-from stepmark.model.collectives import Collective, Mode
+from stepmark.model.collectives import Api, Collective, Mode
 from stepmark.tables.columns import Row
 from stepmark.tables.table import fitted
 
@@ -231,6 +231,32 @@ def test_ways_of_calling_do_not_share_a_table() -> None:
     assert [len(found) for found in ranks] == [8, 8, 4, 8]
     assert [int(group) for _, group in ranks[3]] == [0, 1] * 4
     assert "graph: 8" in blocks[1]
+
+
+@pytest.mark.parametrize(
+    ("api", "methods", "words"),
+    [
+        (Api.NCCL, ("queued-compiled/1",), "; a compiled loop issues the calls; "),
+        (Api.NCCL, ("queued/1",), "; Python issues the calls, which takes the host longer "),
+        (Api.NCCL, ("queued-compiled/1", "queued/1"), "; Python issues the calls"),
+        (Api.NCCL, ("queued-ahead/1",), ""),
+        (Api.TORCH, ("queued/1",), ""),
+    ],
+)
+def test_the_head_says_what_issued_queued_calls(
+    api: Api, methods: tuple[str, ...], words: str
+) -> None:
+    records: list[Record] = []
+    for launch, method in enumerate(methods, 1):
+        record = flat(comm_case(api=api, mode=Mode.QUEUED), 1e-4, launch=launch)
+        records.append(replace(record, samples=replace(record.samples, method=method)))
+    (line,) = [
+        line
+        for line in output_lines(table(records), comm_run())
+        if line.startswith("# mode queued")
+    ]
+    assert words in line
+    assert ("issues" in line) == bool(words)
 
 
 def test_pairs_share_one_header() -> None:

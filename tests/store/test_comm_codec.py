@@ -18,6 +18,7 @@ from stepmark.cases.record import (
     Arrivals,
     Beside,
     Check,
+    CommMemory,
     Failed,
     Measured,
     Record,
@@ -26,6 +27,7 @@ from stepmark.cases.record import (
     Telemetry,
 )
 from stepmark.ground.stats import slowest_per_sample, summarize
+from stepmark.model.collectives import Registration
 from stepmark.store import codec
 from stepmark.store.commands import command_of
 
@@ -108,6 +110,13 @@ def test_any_content_survives(
     back = codec.decode(codec.encode(record))
     assert back == record
     assert back.case.case_id == case.case_id
+
+
+def test_registration_and_memory_survive() -> None:
+    case = dataclasses.replace(PLAIN, registration=Registration.SYMMETRIC, unalign=2)
+    memory = CommMemory(init_bytes=3, buffer_bytes=2, call_bytes=1)
+    record = dataclasses.replace(ALL[0], case=case, comm_memory=memory)
+    assert codec.decode(codec.encode(record)) == record
 
 
 def test_a_line_stands_alone() -> None:

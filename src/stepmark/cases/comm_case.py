@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 from stepmark.cases.case import Label, identity_hash
 from stepmark.cases.fields import Need, Role, Shown, declared, field_of, identity
 from stepmark.ground.dtypes import DType
-from stepmark.ground.errors import ConfigError
+from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import Reader, between, comma_list
 from stepmark.ground.units import format_time, parse_duration
 from stepmark.model.collectives import (
@@ -16,6 +16,7 @@ from stepmark.model.collectives import (
     Matrix,
     Mode,
     RedOp,
+    Registration,
     busbw_factor,
     groups,
     largest_buffer,
@@ -31,6 +32,16 @@ def _skew(text: str, field: str) -> float:
     if skew_s > _MAX_SKEW_S:
         raise ConfigError(field, text, f"at most {_MAX_SKEW_S:g}s")
     return skew_s
+
+
+def _registration(text: str, field: str) -> Registration:
+    """Read a number of nccl-tests or our word."""
+    words = tuple(Registration)
+    if text in ("0", "1", "2"):
+        return words[int(text)]
+    if text not in words:
+        raise not_one_of(field, text, ("0", "1", "2", *words))
+    return Registration(text)
 
 
 # All digits: the delay is a part of the case's identity.
@@ -91,7 +102,7 @@ class CommCase:
         Role.SETTING,
         1,
         "operations issued as one [1]",
-        *("-m", "--agg-iters"),
+        *("-m", "--agg-iters", "--agg_iters"),
         reads=Annotated[int, between(1, 1024)],
         group="Calls",
         words="{} calls per group",
@@ -127,6 +138,48 @@ class CommCase:
         heading="CTAs",
         shown=Shown.TABLES,
         words="at most {} CTAs",
+    )
+    cta_policy: int | None = field_of(
+        Role.SETTING,
+        None,
+        "NCCL's policy of thread blocks: 1 = efficiency, 2 = zero",
+        *("-x", "--cta_policy"),
+        reads=Annotated[int, between(0, 2)],
+        group="Ranks",
+        heading="CTA policy",
+        shown=Shown.PAGE,
+        words="CTA policy {}",
+        formerly=None,
+    )
+    registration: Registration = field_of(
+        Role.SETTING,
+        Registration.NONE,
+        "buffers registered with NCCL: 1 = local, 2 = symmetric",
+        *("-R", "--register", "--local_register"),
+        reads=Annotated[
+            Registration,
+            Reader(
+                read=_registration,
+                show=lambda registration: str(tuple(Registration).index(registration)),
+                metavar="0|1|2",
+            ),
+        ],
+        group="Calls",
+        heading="registered",
+        shown=Shown.PAGE,
+        words="buffers registered: {}",
+        formerly=Registration.NONE,
+    )
+    unalign: int = field_of(
+        Role.SETTING,
+        0,
+        "buffers start at this element [0]",
+        *("-u", "--unalign"),
+        reads=Annotated[int, between(0, 2**20)],
+        group="Calls",
+        shown=Shown.PAGE,
+        words="buffers start at element {}",
+        formerly=0,
     )
     # Concurrent compute, e.g. "gemm:8192".
     beside: str = field_of(Role.STRICT, "", shown=Shown.TABLES, leaves=1, words="beside {}")

@@ -59,7 +59,8 @@ class OpHow:
 class CommHow:
     """How collectives are measured. iterations: timed calls; None: until the median is sure.
 
-    In graph mode iterations are captured and the graph is launched `graphs` times.
+    In graph mode iterations are captured and the graph is launched `graphs` times. per_call: a
+    sample is one call.
     """
 
     budget_s: float | None = None
@@ -68,6 +69,7 @@ class CommHow:
     graphs: int = 0
     warmups: int = 5
     checks: int = 1
+    per_call: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

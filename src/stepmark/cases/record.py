@@ -130,6 +130,22 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommMemory:
+    """Device memory of a collective, of the rank that uses most: the free memory's decrease.
+
+    What torch allocates counts as buffers only.
+    """
+
+    init_bytes: int  # while the communicator was made
+    buffer_bytes: int  # while operand sets were allocated, and registered
+    call_bytes: int  # from the first call to the last: connections that NCCL makes on demand
+
+    @property
+    def total_bytes(self) -> int:
+        return self.init_bytes + self.buffer_bytes + self.call_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
     """What a measurement has in common with others, from the outermost level to the innermost.
 
@@ -195,6 +211,7 @@ class Measured(_OfCase):
     differs: tuple[str, ...] = ()
     arrivals: Arrivals | None = None  # collectives only
     beside: Beside | None = None
+    comm_memory: CommMemory | None = None  # collectives on GPUs
     training: Training | None = None  # training steps only
     replay: Replayed | None = None  # replays only
     schema: int = SCHEMA

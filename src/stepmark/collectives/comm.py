@@ -8,7 +8,7 @@ from typing import Any
 
 from stepmark.cases.plan import CommHow, How, Plan, entries
 from stepmark.collectives import comm_plan, comm_remarks, nccl_tests, peer_formats
-from stepmark.collectives.comm_options import CommOptions
+from stepmark.collectives.comm_options import MATRIX_OF_PAIRS, CommOptions
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import new_file
 from stepmark.ground.options import build, plain
@@ -57,7 +57,7 @@ def run(options: CommOptions) -> int:
         print_commands(options)
         return 0
     return measure_or_list(
-        lambda machine: plan(options, machine), options, lambda: _check_output_file(options)
+        lambda machine: plan(options, machine), options, lambda: _check_shown(options)
     )
 
 
@@ -98,11 +98,21 @@ def _how(options: CommOptions) -> CommHow:
         "checks": options.check,
         "timeout_s": options.timeout,
         "budget_s": options.budget,
+        "per_call": options.per_iter_timing == 1,
     }
     return CommHow(**{name: value for name, value in values.items() if value is not None})
 
 
-def _check_output_file(options: CommOptions) -> None:
+def _check_shown(options: CommOptions) -> None:
+    """Refuse flags of a table that is not shown, and -J to another file than JSON."""
+    is_matrix = set(options.names) == {MATRIX_OF_PAIRS}
+    if options.wide or options.style or options.to_stdout or is_matrix:
+        rule = (
+            "it changes nccl-tests' table, which --wide, --style, p2p-matrix or stdout replace"
+        )
+        names = ("report_timestamps", "memory")
+        in_file = ("average", "report_cputime")  # -J has them, too
+        comm_plan.refuse(options, names if options.output_file else (*in_file, *names), rule)
     if target := options.output_file:
         if Path(target).suffix != ".json":
             raise ConfigError("-J", target, "a name that ends in .json")
@@ -126,6 +136,8 @@ def _show(run: View, options: CommOptions) -> None:
         return
     if options.wide:
         show_rows(run)
+        if note := comm_remarks.issued_from(run.comm_rows):
+            print_text([f"# {note}"])
         return
     matrices = [m for m in comm_remarks.matrices(run.comm_rows) if len(m.links) > 1]
     drawn = {matrix.family for matrix in matrices}
@@ -136,8 +148,24 @@ def _show(run: View, options: CommOptions) -> None:
         step = step_asked(options)
         is_terminal = sys.stdout.isatty()
         print_text(
-            nccl_tests.output_lines(rest, run.run, step=step, head_per_table=is_terminal)
+            nccl_tests.output_lines(
+                rest,
+                run.run,
+                step=step,
+                head_per_table=is_terminal,
+                report=_report(options),
+            )
         )
+
+
+def _report(options: CommOptions) -> nccl_tests.Report:
+    return nccl_tests.Report(
+        over_ranks=3 if options.average is None else options.average,
+        cputime=options.report_cputime == 1,
+        memory=options.memory == 1,
+        timestamps=options.report_timestamps == 1,
+        per_iter=options.per_iter_timing == 1,
+    )
 
 
 def step_asked(options: CommOptions) -> tuple[int, bool] | None:
@@ -158,7 +186,11 @@ def _write_files(run: View, options: CommOptions) -> None:
     if target := options.output_file:
         ended_at = datetime.now(UTC).isoformat(timespec="seconds")
         document = peer_formats.json_document(
-            run.comm_rows, run.run, redact_words(sys.argv), ended_at=ended_at
+            run.comm_rows,
+            run.run,
+            redact_words(sys.argv),
+            ended_at=ended_at,
+            report=_report(options),
         )
         file = new_file(Path(target))
         write_json(document, file)

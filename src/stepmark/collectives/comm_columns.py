@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
-from statistics import median
+from operator import itemgetter
+from statistics import fmean, median
 
 from stepmark.cases.case import Label
 from stepmark.cases.comm_case import CommCase
 from stepmark.cases.fields import declared, in_words
-from stepmark.cases.record import Record, RunInfo, Samples, Telemetry
+from stepmark.cases.record import CommMemory, Record, RunInfo, Samples, Telemetry
 from stepmark.ground.stats import Summary, quantile, summarize
 from stepmark.ground.units import GB, format_bytes
 from stepmark.model.collectives import Collective
@@ -165,6 +166,10 @@ class CommOutcome:
         """Return the time to issue a call; None on a CPU, where a call returns when done."""
         return None if self.case.device == "cpu" else self.launches.issue_s()
 
+    @cached_property
+    def memory(self) -> CommMemory | None:
+        return self.launches.memory()
+
     @property
     def by_launch(self) -> list[Samples]:
         return [record.samples for record in self.launches.measured]
@@ -211,6 +216,10 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column(
         "time_min_s", figure(lambda o: o.launches.time_min_s), SECONDS, "fastest rank", PAGE
     ),
+    # As -a 0 to 2 of nccl-tests, which also has the fastest rank where ranks do not wait.
+    Column("rank0_s", figure(lambda o: o.launches.time_over_ranks_s(itemgetter(0))), SECONDS),
+    Column("rank_mean_s", figure(lambda o: o.launches.time_over_ranks_s(fmean)), SECONDS),
+    Column("rank_min_s", figure(lambda o: o.launches.time_over_ranks_s(min)), SECONDS),
     Column("mean_s", figure(lambda o: o.times.mean), SECONDS),
     Column("p10_s", figure(lambda o: o.times.p10), SECONDS, "p10", PAGE),
     Column("p50_s", figure(lambda o: o.times.median), SECONDS, "p50", _CONSOLE, 6),
@@ -259,6 +268,10 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
         COUNT,
     ),
     Column("warmup_calls", figure(lambda o: o.warmup_calls), COUNT),
+    Column("init_memory_bytes", figure(lambda o: o.memory and o.memory.init_bytes), COUNT),
+    Column("buffer_memory_bytes", figure(lambda o: o.memory and o.memory.buffer_bytes), COUNT),
+    Column("call_memory_bytes", figure(lambda o: o.memory and o.memory.call_bytes), COUNT),
+    Column("started_at", figure(lambda o: o.launches.measured[-1].started_at), NUMBER),
     Column("power_w", figure(lambda o: o.state("power_w")), NUMBER, "W", PAGE),
     Column(
         "clock_mhz", figure(lambda o: megahertz(o.state("sm_clock_hz"))), NUMBER, "MHz", PAGE

@@ -74,6 +74,7 @@ Pair = Annotated[
     tuple[int, int],
     Reader(read=_pair, show=lambda pair: ",".join(map(str, pair)), metavar="RANK,RANK"),
 ]
+OverRanks = Annotated[int, between(0, 3)]
 Name = Annotated[str, Reader(read=collective_name, choices=COLLECTIVES)]
 
 
@@ -81,10 +82,14 @@ Name = Annotated[str, Reader(read=collective_name, choices=COLLECTIVES)]
 class Sweep:
     """Sizes."""
 
-    begin: Size | None = flag("smallest size [1K]", "-b", "--begin")
-    end: Size | None = flag("largest size [1G on accelerators, 4M on a CPU]", "-e", "--end")
-    step: Size | None = flag("add this many bytes per size", "-i", "--step", rare=True)
-    factor: float | None = flag("multiply the size by [4]", "-f", "--factor")
+    begin: Size | None = flag("smallest size [1K]", "-b", "--begin", "--minbytes")
+    end: Size | None = flag(
+        "largest size [1G on accelerators, 4M on a CPU]", "-e", "--end", "--maxbytes"
+    )
+    step: Size | None = flag(
+        "add this many bytes per size", "-i", "--step", "--stepbytes", rare=True
+    )
+    factor: float | None = flag("multiply the size by [4]", "-f", "--factor", "--stepfactor")
 
 
 @group
@@ -107,9 +112,9 @@ class Operation:
     """Operation."""
 
     dtype: Dtypes | None = flag(
-        f"type(s), or all: {', '.join(MESSAGE_DTYPES)} [fp32]", "--dtype", "-d"
+        f"type(s), or all: {', '.join(MESSAGE_DTYPES)} [fp32]", "--dtype", "-d", "--datatype"
     )
-    redop: RedOps | None = flag("reduction(s), or all [sum]", "--redop", "-o")
+    redop: RedOps | None = flag("reduction(s), or all [sum]", "--redop", "-o", "--op")
     root: Root | None = flag("root rank; -1 = each in turn [0]", "--root", "-r", rare=True)
     placement: Annotated[str, words_of("both", "in", "out")] = flag(
         "in place, out of place, or both", default="both"
@@ -127,11 +132,15 @@ class Operation:
     )
 
 
-def _one_thread(text: str, field: str) -> int:
-    if text != "1":
-        rule = "it must be 1, since each GPU has a process; --nproc sets how many there are"
-        raise ConfigError(field, text, rule)
-    return 1
+def only(value: int, reason: str) -> Reader:
+    """Return a reader of a flag of nccl-tests that can have but this value here."""
+
+    def read(text: str, field: str) -> int:
+        if text != str(value):
+            raise ConfigError(field, text, f"it must be {value}, since {reason}")
+        return value
+
+    return Reader(read=read, metavar=str(value))
 
 
 @group
@@ -139,11 +148,17 @@ def _one_thread(text: str, field: str) -> int:
 class Communicators:
     """Ranks."""
 
-    nproc: str | None = flag("ranks [all accelerators; 2 on a CPU]", "--nproc", "-g")
-    threads: Annotated[int, Reader(read=_one_thread, metavar="1")] = flag(
+    nproc: str | None = flag("ranks [all accelerators; 2 on a CPU]", "--nproc", "-g", "--ngpus")
+    threads: Annotated[int, only(1, "each GPU has a process; --nproc sets how many")] = flag(
         "threads per process: 1, since each GPU has a process",
         "-t",
         "--nthreads",
+        default=1,
+        rare=True,
+    )
+    parallel_init: Annotated[int, only(1, "ranks are processes, which join at once")] = flag(
+        "1: ranks make a communicator in parallel, as they always do",
+        *("-p", "--parallel_init"),
         default=1,
         rare=True,
     )
@@ -176,13 +191,21 @@ class Calls:
         "timed calls [until the median is within 0.5 %, at most 1 s]", "-n", "--iters"
     )
     warmup_iters: Annotated[int, between(0, 10**4)] | None = flag(
-        "calls before [5]", "-w", "--warmup-iters", rare=True
+        "calls before [5]", "-w", "--warmup-iters", "--warmup_iters", rare=True
+    )
+    per_iter_timing: Annotated[int, between(0, 1)] = flag(
+        "1: each sample is one call; min, max, p99, cv in the table",
+        *("-I", "--per_iter_timing"),
+        default=0,
+        rare=True,
     )
     check: Annotated[int, between(0, 1000)] | None = flag(
         "checked calls; 0 = none [1]", "-c", "--check"
     )
     launches: Annotated[int, between(1, 100)] = flag(
-        "times that all is measured, with new communicators", default=1
+        "times that all is measured, with new communicators",
+        *("--launches", "-N", "--run_cycles"),
+        default=1,
     )
     overlap_with: Words | None = flag(
         "concurrent compute: gemm:8192, copy:256M, attention:BxSxHxD",
@@ -197,7 +220,27 @@ class Tables:
 
     wide: bool = flag("p50, p99, min, max, spread, slowest rank, % of link", default=False)
     output_file: str | None = flag(
-        "nccl-tests' JSON; never overwrites", "-J", "--output-file", metavar="PATH", rare=True
+        "nccl-tests' JSON; never overwrites",
+        *("-J", "--output-file", "--output_file"),
+        metavar="PATH",
+        rare=True,
+    )
+    average: OverRanks | None = flag(
+        "time in the table: of rank 0 (0), mean (1), fastest (2) or slowest rank (3) [3]",
+        *("-a", "--average"),
+        rare=True,
+    )
+    report_cputime: Annotated[int, between(0, 1)] = flag(
+        "1: the host's time to issue a call in place of the time",
+        *("-C", "--report_cputime"),
+        default=0,
+        rare=True,
+    )
+    report_timestamps: Annotated[int, between(0, 1)] = flag(
+        "1: when each line was measured", "-S", "--report_timestamps", default=0, rare=True
+    )
+    memory: Annotated[int, between(0, 1)] = flag(
+        "1: device memory of NCCL and of the buffers", "-M", "--memory", default=0, rare=True
     )
     style: Annotated[str, words_of("param")] | None = flag("that tool's columns", rare=True)
     print_as: Annotated[str, words_of("nccl-tests", "rccl-tests")] | None = flag(
@@ -208,9 +251,40 @@ class Tables:
     list_all: bool = flag("what there is to measure", "--list", default=False)
 
 
+_DEVICE_API = "stepmark calls NCCL from the host; nccl-tests has kernels of its own"
+
+
+@group
+class NotMeasured:
+    """Flags of nccl-tests without a counterpart."""
+
+    per_iter_skip: Annotated[int, only(0, "every sample counts; -w has calls before")] = flag(
+        "0: no sample is left out", "-K", "--per_iter_skip", default=0, rare=True
+    )
+    stream_null: Annotated[int, only(0, "calls have a stream of their own")] = flag(
+        "0: calls have a stream of their own", "-y", "--stream_null", default=0, rare=True
+    )
+    device_implementation: Annotated[int, only(0, _DEVICE_API)] = flag(
+        "0: NCCL's kernels", "-D", "--device_implementation", default=0, rare=True
+    )
+    device_cta_count: Annotated[int, only(16, _DEVICE_API)] = flag(
+        "16, without effect on NCCL's kernels",
+        *("-V", "--device_cta_count"),
+        default=16,
+        rare=True,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommOptions(
-    Sweep, ModelMessages, Operation, Communicators, Calls, Tables, MeasureOptions
+    Sweep,
+    ModelMessages,
+    Operation,
+    Communicators,
+    Calls,
+    Tables,
+    NotMeasured,
+    MeasureOptions,
 ):
     """stepmark comm."""
 

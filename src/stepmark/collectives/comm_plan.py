@@ -24,6 +24,7 @@ from stepmark.model.collectives import (
     Mode,
     Parts,
     RedOp,
+    Registration,
     groups,
     num_parts,
     ordered_pairs,
@@ -59,6 +60,9 @@ def plan(
     for flag, collectives in _ONLY_OF.items():
         if not set(names) & set(collectives):
             refuse(options, [flag], f"only with {', '.join(collectives)}")
+    if names == [Collective.BARRIER]:
+        rule = "it has no effect on barrier, which has no buffers"
+        refuse(options, _given(options, "register", "unalign"), rule)
     # As in nccl-tests, every collective accepts a root; only some use it.
     _roots(options, world_size)
     cases: list[CommCase] = []
@@ -99,6 +103,10 @@ def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCa
     mode, aligned = _mode(options, device, backend)
     if options.api is Api.NCCL and device != "cuda":
         raise ConfigError("api", options.api, "it needs a GPU; on a CPU use --api torch")
+    if device != "cuda":
+        refuse(options, ("memory", "report_cputime"), "only on GPUs")
+    if options.api is not Api.NCCL:
+        refuse(options, _given(options, "register", "cta_policy"), "only with --api nccl")
     return CommCase(
         collective=Collective.BARRIER,
         count=0,
@@ -130,7 +138,8 @@ def _collective_cases(
         if base.mode is Mode.GRAPH or options.mode is Mode.AHEAD:
             raise ConfigError("mode", base.mode, "queued or blocking for a barrier")
         mode = Mode.QUEUED if base.mode is Mode.AHEAD else base.mode
-        yield from (replace(base, mode=mode, beside=operator) for operator in operators)
+        base = replace(base, mode=mode, registration=Registration.NONE, unalign=0)
+        yield from (replace(base, beside=operator) for operator in operators)
         return
     for form in _forms(collective, options, base):
         if reason := impossible(form):
@@ -236,6 +245,12 @@ def refuse(options: CommOptions, names: Iterable[str], rule: str) -> None:
             raise ConfigError(dashed(name), values[name], rule)
 
 
+def _given(options: CommOptions, *names: str) -> list[str]:
+    """Return those of these options of nccl-tests that are given, and not as 0."""
+    values = plain(options)
+    return [name for name in names if values.get(name, "0") != "0"]
+
+
 def _sweep(options: CommOptions, device: str) -> list[int]:
     """Return the sizes from -b to -e by -f or -i."""
     values = plain(options)
@@ -326,6 +341,8 @@ def _mode(options: CommOptions, device: str, backend: str) -> tuple[Mode, bool]:
     if mode is Mode.AHEAD and default is not Mode.AHEAD:
         where = f"{backend}, whose calls return when they are complete"
         raise ConfigError("mode", mode, f"queued or blocking with {where}")
+    if mode is Mode.GRAPH:
+        refuse(options, ["per_iter_timing"], "it cannot time the calls of a graph")
     free = blocking == 2 or (options.no_align and mode is Mode.BLOCKING)
     return mode, not free
 

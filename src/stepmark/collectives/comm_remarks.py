@@ -53,9 +53,25 @@ def setting_line(rows: Sequence[Row]) -> str:
     api = "torch.distributed" if row["api"] == "torch" else "libnccl"
     how = MODES[mode] if row["device"] != "cpu" else MODES[mode].replace(" on the stream", "")
     words = [f"mode {mode} ({how})", f"{api}, backend {row['backend']}"]
+    words += [note for note in [issued_from(rows)] if note]
     words += [f"{row['num_ranks']} ranks each"] if row["split"] else []
     words += in_words(CommCase, row)
-    return f"# {'; '.join(words)}; time = median of the slowest rank"
+    return f"# {'; '.join(words)}"
+
+
+def issued_from(rows: Sequence[Row]) -> str:
+    """Return what issued calls of libnccl, where samples have the host's time; "" elsewhere."""
+    joined = ", ".join(text(row, "method") for row in rows if row["api"] == "nccl")
+    methods = {method.partition("/")[0] for method in joined.split(", ")}
+    methods &= {"queued", "queued-compiled"}
+    if not methods:
+        return ""
+    if methods == {"queued-compiled"}:
+        return "a compiled loop issues the calls"
+    return (
+        "Python issues the calls, which takes the host longer than the compiled loop that a C "
+        "compiler would give"
+    )
 
 
 def straggler(rows: Sequence[Row]) -> list[str]:

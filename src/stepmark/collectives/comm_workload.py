@@ -24,6 +24,7 @@ from stepmark.model.collectives import (
     Api,
     Collective,
     Mode,
+    Registration,
     placements,
 )
 from stepmark.step.workload import Workload
@@ -128,6 +129,8 @@ def _placed(original: CommCase, base: CommCase, notes: list[str]) -> CommCase | 
     if base.mode is Mode.GRAPH and is_barrier:
         notes.append("left out: a barrier has no graph")
         return None
+    if is_barrier:  # without buffers
+        base = replace(base, registration=Registration.NONE, unalign=0)
     return replace(
         base,
         collective=fitted.collective,
@@ -147,7 +150,10 @@ def _placed(original: CommCase, base: CommCase, notes: list[str]) -> CommCase | 
 def print_commands(options: CommOptions) -> None:
     """Print a command per distinct message (--print), without a device. Raises ConfigError."""
     values = plain(options)
-    flags = [(letter, values[name]) for name, letter in _LETTERS.items() if name in values]
+    if options.print_as != "nccl-tests":
+        comm_plan.refuse(options, _ONLY_NCCL_TESTS, "only with --print nccl-tests")
+    letters = _LETTERS | _ONLY_NCCL_TESTS
+    flags = [(letter, values[name]) for name, letter in letters.items() if name in values]
     if options.timeout:
         flags.append(("-T", str(math.ceil(options.timeout))))
     words = list(itertools.chain(*flags))
@@ -163,6 +169,18 @@ _LETTERS = {
     "agg_iters": "-m",
     "cudagraph": "-G",
     "blocking": "-z",
+    "launches": "-N",
+    "average": "-a",
+    "report_cputime": "-C",
+}
+# rccl-tests has some of these letters with other meanings.
+_ONLY_NCCL_TESTS = {
+    "register": "-R",
+    "unalign": "-u",
+    "cta_policy": "-x",
+    "memory": "-M",
+    "report_timestamps": "-S",
+    "per_iter_timing": "-I",
 }
 
 

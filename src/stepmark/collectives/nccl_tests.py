@@ -1,12 +1,13 @@
 """Rows of collectives as nccl-tests prints them, so that its readers read ours.
 
 Column layout and number rule of nccl-tests 2.17.4 and later (src/util.cu); facts without a
-column are in `#` lines below each table. time is the median over samples of the
-slowest rank, where nccl-tests has the mean.
+column are in `#` lines below each table, which are about the slowest rank. time is the median
+over samples of the slowest rank, where nccl-tests has the mean, unless -a asks for another.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import pairwise
 
 from stepmark import __version__
@@ -14,6 +15,7 @@ from stepmark.cases.comm_case import SETTINGS
 from stepmark.cases.record import RunInfo
 from stepmark.collectives.comm_remarks import remarks, setting_line
 from stepmark.ground.dtypes import DType
+from stepmark.ground.units import format_bytes
 from stepmark.model.collectives import Collective, groups
 from stepmark.tables.columns import Row, number, text
 from stepmark.tables.row_tables import grouped
@@ -40,26 +42,12 @@ NA_HALF = f"  {'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>6}"
 
 _LEAD = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}"
 _HALF = "  {:>7}  {:>6}  {:>6}  {:>6}"
-_HEAD = (
-    _LEAD.format("", "", "", "", "")
-    + "           out-of-place                       in-place          ",
-    _LEAD.format("size", "count", "type", "redop", "root")
-    + 2 * _HALF.format("time", "algbw", "busbw", "#wrong")
-    + " ",
-    _LEAD.format("(B)", "(elements)", "", "", "")
-    + 2 * _HALF.format("(us)", "(GB/s)", "(GB/s)", "")
-    + " ",
-)
+# Columns of the samples of -I.
+_ITERATIONS = 4 * "  {:>7}"
+_OF_ITERATIONS = ("min_s", "max_s", "p99_s", "cv_pct")
 _RANK = (
     "#  Rank {rank:2} Group {group:2} Pid {pid:6} on {hostname:>10} device {device:2} "
     "[{device_hex}] {device_info}"
-)
-# The cells of a line, for a terminal that is narrower.
-_HALVES = {"out-of-place": range(5, 9), "in-place": range(9, 13)}
-_HEAD_CELLS = (
-    (*("",) * 5, *("out",) * 4, *("in",) * 4),
-    ("size", "count", "type", "redop", "root", *2 * ("time", "algbw", "busbw", "#wrong")),
-    ("(B)", "(elements)", "", "", "", *2 * ("(us)", "(GB/s)", "(GB/s)", "")),
 )
 
 
@@ -76,6 +64,92 @@ class Parameters:
     agg_iters: int
     validation: int
     graph: int
+    unalign: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a table shows of its rows, as -a, -C, -M and -S of nccl-tests ask for.
+
+    over_ranks: the number of -a; 3, the slowest rank, is how rows have their times.
+    """
+
+    over_ranks: int = 3
+    cputime: bool = False
+    memory: bool = False
+    timestamps: bool = False
+    per_iter: bool = False
+
+    @property
+    def head(self) -> tuple[tuple[str, ...], ...]:
+        """Return the cells of the three lines above a table."""
+        units: tuple[str, ...] = ("(us)", "(GB/s)", "(GB/s)", "")
+        names: tuple[str, ...] = (
+            "cputime" if self.cputime else "time",
+            "algbw",
+            "busbw",
+            "#wrong",
+        )
+        if self.per_iter:
+            names += ("i_min", "i_max", "i_p99", "i_cv%")
+            units += ("(us)", "(us)", "(us)", "(%)")
+        return (
+            (*("",) * 5, *("out",) * len(names), *("in",) * len(names)),
+            ("size", "count", "type", "redop", "root", *2 * names),
+            ("(B)", "(elements)", "", "", "", *2 * units),
+        )
+
+    @property
+    def half(self) -> str:
+        """Return the format of one placement's cells."""
+        return _HALF + (_ITERATIONS if self.per_iter else "")
+
+    def head_lines(self) -> list[str]:
+        """Return the three lines above a table, as nccl-tests prints them."""
+        above = "           out-of-place                       in-place          "
+        if self.per_iter:
+            name = "-place (+ per-iteration)"
+            above = f"{'':14}out-of{name}{'':32}in{name}"
+        line = _LEAD + 2 * self.half + " "
+        _, names, units = self.head
+        return [
+            _LEAD.format("", "", "", "", "") + above,
+            line.format(*names),
+            line.format(*units),
+        ]
+
+    @property
+    def time_words(self) -> str:
+        """Return what the times of the table are."""
+        words = f"time = median of {_OVER_RANKS[self.over_ranks][1]}"
+        if not self.cputime:
+            return words
+        return f"cputime = the host's time to issue a call; rates by {words}"
+
+    def of(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows with the time that is asked for, as table_time_s, and its rates."""
+        return [self._row(row) for row in rows]
+
+    def _row(self, row: Row) -> Row:
+        slowest_s = number(row, "time_s")
+        time_s = number(row, _OVER_RANKS[self.over_ranks][0])
+        if not slowest_s or not time_s:
+            return {**row, "table_time_s": None}
+        rates = {
+            name: None if (rate := number(row, name)) is None else rate * slowest_s / time_s
+            for name in ("algbw_gb_s", "busbw_gb_s")
+        }
+        issue_s = number(row, "issue_s")
+        return {**row, **rates, "table_time_s": issue_s if self.cputime else time_s}
+
+
+# Column and words of each number of -a.
+_OVER_RANKS = (
+    ("rank0_s", "rank 0"),
+    ("rank_mean_s", "the mean over ranks"),
+    ("rank_min_s", "the fastest rank"),
+    ("time_s", "the slowest rank"),
+)
 
 
 def output_lines(
@@ -84,6 +158,7 @@ def output_lines(
     *,
     step: tuple[int, bool] | None = None,
     head_per_table: bool = False,
+    report: Report | None = None,
 ) -> list[str]:
     """Return all rows: one complete output per collective and setting.
 
@@ -91,11 +166,13 @@ def output_lines(
     head_per_table: repeat the head, as parts of a table on a narrow terminal need it.
     """
     lines: list[str] = []
-    for block in grouped(rows, _BLOCK):
+    report = report or Report()
+    for block in grouped(report.of(rows), _BLOCK):
         parameters = parameters_of(block)
         if step is not None:
             parameters = replace(parameters, step=step[0], step_is_factor=step[1])
-        lines += [*([""] if lines else []), *_block(block, run, parameters, head_per_table)]
+        block_lines = _block(block, run, parameters, head_per_table, report)
+        lines += [*([""] if lines else []), *block_lines]
     return lines
 
 
@@ -147,27 +224,34 @@ def parameters_of(rows: Sequence[Row]) -> Parameters:
         agg_iters=int(number(rows[0], "calls_per_group") or 1),
         validation=int(any(row["num_wrong"] is not None for row in ran)),
         graph=samples if is_graph else 0,
+        unalign=int(number(rows[0], "unalign") or 0),
     )
 
 
 def _block(
-    rows: Sequence[Row], run: RunInfo, parameters: Parameters, head_per_table: bool
+    rows: Sequence[Row],
+    run: RunInfo,
+    parameters: Parameters,
+    head_per_table: bool,
+    report: Report,
 ) -> list[str]:
     name = test_name(text(rows[0], "collective"))
-    lines = _header(rows, run, parameters, name)
+    lines = _header(rows, run, parameters, name, report)
     tables = grouped(rows, TABLE)
     for place, table in enumerate(tables):
         if len(tables) > 1:
             lines.append(_table_line(table[0]))
         sizes = lines_of(table)
-        printed = _table_lines(sizes)
-        lines += printed if not place or head_per_table else printed[len(_HEAD) :]
+        printed = _table_lines(sizes, report)
+        lines += printed if not place or head_per_table else printed[len(report.head) :]
         lines += [reason for halves in sizes for reason in _reasons(halves)]
         lines += remarks(table)
-    return [*lines, *_footer(rows, name)]
+    return [*lines, *_footer(rows, name, report)]
 
 
-def _header(rows: Sequence[Row], run: RunInfo, parameters: Parameters, name: str) -> list[str]:
+def _header(
+    rows: Sequence[Row], run: RunInfo, parameters: Parameters, name: str, report: Report
+) -> list[str]:
     p = parameters
     nccl = run.environment.versions.get("nccl")
     library = f", nccl {nccl}" if nccl else ""
@@ -178,8 +262,9 @@ def _header(rows: Sequence[Row], run: RunInfo, parameters: Parameters, name: str
         f"# Collective test starting: {name}",
         f"# nThread 1 nGpus 1 minBytes {p.min_bytes} maxBytes {p.max_bytes} "
         f"step: {p.step}({unit}) warmup iters: {p.warmup_iters} iters: {p.iters} "
-        f"agg iters: {p.agg_iters} validation: {p.validation} graph: {p.graph} unalign: 0",
-        setting_line(rows),
+        f"agg iters: {p.agg_iters} validation: {p.validation} graph: {p.graph} "
+        f"unalign: {p.unalign}",
+        f"{setting_line(rows)}; {report.time_words}",
         "#",
         "# Using devices",
         *(_RANK.format(**device) for device in devices_of(rows, run)),
@@ -222,28 +307,43 @@ def _table_line(row: Row) -> str:
     return f"# {', '.join(words)}"
 
 
-def _table_lines(sizes: Sequence[Mapping[str, Row]]) -> list[str]:
+def _table_lines(sizes: Sequence[Mapping[str, Row]], report: Report) -> list[str]:
     """Return the head and a line per size; in parts, figures come before what is the same."""
     timed = [halves for halves in sizes if any(row["time_s"] for row in halves.values())]
-    data = [_size_line(halves) for halves in timed]
-    cells = [*_HEAD_CELLS, *(line.split() for line in data)]
+    data = [_size_line(halves, report) for halves in timed]
+    lines = [*report.head_lines(), *data]
+    cells = [*map(list, report.head), *(line.split() for line in data)]
+    width = (len(cells[0]) - 5) // 2
     ran = [
-        p for p in PLACEMENTS if any(p in halves and halves[p]["time_s"] for halves in timed)
+        5 + width * number
+        for number, placement in enumerate(PLACEMENTS)
+        if any(placement in halves and halves[placement]["time_s"] for halves in timed)
     ]
-    places = [0, *(place for p in ran for place in _HALVES[p]), 1, 2, 3, 4]
+    places = [0, *(start + place for start in ran for place in range(width)), 1, 2, 3, 4]
+    if report.timestamps:
+        stamps = ["", "timestamp", "%Y-%m-%d %H:%M:%S", *map(_timestamp, timed)]
+        lines = [f"{line}{stamp:>21}" for line, stamp in zip(lines, stamps, strict=True)]
+        cells = [[*words, stamp] for words, stamp in zip(cells, stamps, strict=True)]
+        places.append(5 + 2 * width)
     is_right = [True] * len(places)
     return [
         TableLine.of(line, [words[place] for place in places], is_right)
-        for line, words in zip((*_HEAD, *data), cells, strict=True)
+        for line, words in zip(lines, cells, strict=True)
     ]
 
 
-def _size_line(halves: Mapping[str, Row]) -> str:
+def _timestamp(halves: Mapping[str, Row]) -> str:
+    """Return when the last measurement of a line began, in this machine's time zone."""
+    moments = [number(row, "started_at") or 0.0 for row in halves.values()]
+    return datetime.fromtimestamp(max(moments)).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _size_line(halves: Mapping[str, Row], report: Report) -> str:
     row = next(iter(halves.values()))
     return (
         f"{row['size_bytes']:12}  {row['count']:12}  {type_name(text(row, 'dtype')):>8}  "
         f"{text(row, 'redop'):>6}  {row['root']:6}"
-    ) + "".join(_half(halves.get(placement)) for placement in PLACEMENTS)
+    ) + "".join(_half(halves.get(placement), report) for placement in PLACEMENTS)
 
 
 def _reasons(halves: Mapping[str, Row]) -> list[str]:
@@ -255,16 +355,23 @@ def _reasons(halves: Mapping[str, Row]) -> list[str]:
     ]
 
 
-def _half(row: Row | None) -> str:
-    time_s = number(row, "time_s") if row else None
+def _half(row: Row | None, report: Report) -> str:
+    time_s = number(row, "table_time_s") if row else None
     if row is None or time_s is None:
-        return NA_HALF
+        return NA_HALF + (_ITERATIONS.format(*4 * ("N/A",)) if report.per_iter else "")
     wrong = number(row, "num_wrong")
     rates = (number(row, "algbw_gb_s"), number(row, "busbw_gb_s"))
     algbw, busbw = ("N/A" if rate is None else float_text(rate, 6) for rate in rates)
     # One column narrower where nothing was checked, as in nccl-tests.
     wrong_text = "    N/A" if wrong is None else f"  {wrong:>6g}"
-    return f"  {float_text(time_s * 1e6, 7)}  {algbw:>6}  {busbw:>6}{wrong_text}"
+    cells = f"  {float_text(time_s * 1e6, 7)}  {algbw:>6}  {busbw:>6}{wrong_text}"
+    if not report.per_iter:
+        return cells
+    figures = (
+        (number(row, name) or 0.0) * (1 if name.endswith("pct") else 1e6)
+        for name in _OF_ITERATIONS
+    )
+    return cells + _ITERATIONS.format(*(float_text(figure, 7) for figure in figures))
 
 
 def out_of_bounds(rows: Sequence[Row]) -> int:
@@ -278,10 +385,25 @@ def average_busbw(rows: Sequence[Row]) -> float | None:
     return sum(rates) / len(rates) if rates else None
 
 
-def _footer(rows: Sequence[Row], name: str) -> list[str]:
+def _memory_line(rows: Sequence[Row]) -> str:
+    """Return the memory of the row with the most, in the layout of nccl-tests -M."""
+    columns = {
+        "init_memory_bytes": "Initialization",
+        "buffer_memory_bytes": "User-Allocated",
+        "call_memory_bytes": "Collective",
+    }
+    most = max(rows, key=lambda row: sum(number(row, name) or 0 for name in columns))
+    sizes = {word: int(number(most, name) or 0) for name, word in columns.items()}
+    words = [f"{word} {format_bytes(size)}" for word, size in sizes.items()]
+    total = f"Total {format_bytes(sum(sizes.values()))}"
+    return f"# {'GPU memory usage':<20} : {' | '.join([*words, total])}"
+
+
+def _footer(rows: Sequence[Row], name: str, report: Report) -> list[str]:
     wrong = out_of_bounds(rows)
     average = average_busbw(rows)
     return [
+        *([_memory_line(rows)] if report.memory else []),
         f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}",
         f"# {'Avg bus bandwidth':<20} : {'N/A' if average is None else f'{average:g}'} ",
         "#",

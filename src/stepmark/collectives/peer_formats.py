@@ -17,6 +17,7 @@ from stepmark.cases.record import Record, RunInfo
 from stepmark.collectives.nccl_tests import (
     PLACEMENTS,
     TABLE,
+    Report,
     average_busbw,
     devices_of,
     lines_of,
@@ -42,6 +43,7 @@ def json_document(
     arguments: Sequence[str],
     *,
     ended_at: str = "",
+    report: Report | None = None,
 ) -> dict[str, object]:
     """Return the document of these rows; ended_at is ISO 8601, as run.created_at, or "".
 
@@ -49,15 +51,17 @@ def json_document(
     writes the whole environment.
     """
     variables = run.environment.variables
+    report = report or Report()
+    rows = report.of(rows)
     document: dict[str, object] = {
         "version": VERSION,
         "start_time": _clock_time(run.created_at),
         "args": list(arguments),
         "env": [f"{name}={value}" for name, value in variables.items()],
         "nccl_version": _version_code(run.environment.versions.get("nccl")),
-        "config": _config(rows, run) if rows else {},
+        "config": _config(rows, run, report) if rows else {},
         "results": [
-            _result(halves)
+            _result(halves, report)
             for group in grouped(rows, ("collective",))
             for table in grouped(group, TABLE)
             for same in grouped(table, SETTINGS)
@@ -91,7 +95,7 @@ def _bool(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _config(rows: Sequence[Row], run: RunInfo) -> dict[str, object]:
+def _config(rows: Sequence[Row], run: RunInfo, report: Report) -> dict[str, object]:
     p = parameters_of(rows)
     widest = max(rows, key=lambda row: number(row, "num_ranks") or 0)
     return {
@@ -106,14 +110,15 @@ def _config(rows: Sequence[Row], run: RunInfo) -> dict[str, object]:
         "validation": p.validation,
         "graph": p.graph,
         "blocking_collectives": _bool(rows[0]["mode"] == "blocking"),
-        "per_iter_timing": _bool(False),
+        "per_iter_timing": _bool(report.per_iter),
         "per_iter_skip": 0,
-        "parallel_init": _bool(False),
+        "parallel_init": _bool(True),  # ranks are processes
         "devices": devices_of([widest], run),
     }
 
 
-def _result(halves: Mapping[str, Row]) -> dict[str, object]:
+def _result(halves: Mapping[str, Row], report: Report) -> dict[str, object]:
+    time_key = "cpu_time" if report.cputime else "time"
     row = next(iter(halves.values()))
     samples = [int(number(half, "n") or 0) for half in halves.values() if half["n"]]
     return {
@@ -123,21 +128,37 @@ def _result(halves: Mapping[str, Row]) -> dict[str, object]:
         "redop": row["redop"],
         "root": f"{row['root']:6}",
         **{
-            placement.replace("-", "_"): _half(halves.get(placement))
+            placement.replace("-", "_"): _half(halves.get(placement), time_key)
             for placement in PLACEMENTS
         },
+        **_per_iteration(halves, report),
         "actual_iterations": min(samples, default=0)
         * int(number(row, "calls_per_sample") or 1),
         "experiment_name": test_name(text(row, "collective")),
     }
 
 
-def _half(row: Row | None) -> dict[str, object] | None:
-    time_s = number(row, "time_s") if row else None
+def _per_iteration(halves: Mapping[str, Row], report: Report) -> dict[str, object]:
+    """Return what -I of nccl-tests has of the samples, without the samples."""
+    columns = {"min_us": "min_s", "max_us": "max_s", "avg_us": "mean_s", "p50_us": "p50_s"}
+    columns["p99_us"] = "p99_s"
+    return {
+        f"{placement.replace('-', '_')}_per_iter": {
+            "skipped_iterations": 0,
+            **{key: (number(row, name) or 0.0) * 1e6 for key, name in columns.items()},
+            "cv_pct": row["cv_pct"],
+        }
+        for placement, row in halves.items()
+        if report.per_iter and row["time_s"]
+    }
+
+
+def _half(row: Row | None, time_key: str) -> dict[str, object] | None:
+    time_s = number(row, "table_time_s") if row else None
     if row is None or time_s is None:
         return None
     return {
-        "time": time_s * 1e6,
+        time_key: time_s * 1e6,
         "alg_bw": row["algbw_gb_s"],
         "bus_bw": row["busbw_gb_s"],
         "nwrong": row["num_wrong"],

@@ -73,6 +73,11 @@ def request(path: Path, plugin: str | None, sweep: Sweep, *, force: bool) -> Req
         raise ConfigError("baseline", sweep.baseline, "the default, for a tuner file")
     rule = "left out, for a tuner file: one communicator of all"
     refuse(options, ("group_split", "max_ctas", "ranks"), rule)
+    refuse(
+        options,
+        ("register", "unalign", "cta_policy"),
+        "left out: a tuner file is for all buffers",
+    )
     if path.exists() and not force:
         raise ConfigError("emit-tuner", path, "a file that does not exist yet, or --force")
     if not path.resolve().parent.is_dir():

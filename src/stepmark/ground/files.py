@@ -48,6 +48,13 @@ class Lock:
         self.close()
 
 
+def user_cache() -> Path:
+    """Return this program's folder in the user's cache. Raises RuntimeError without a home."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    home = given if given.is_absolute() else Path("~/.cache").expanduser()
+    return home / "stepmark"
+
+
 @contextlib.contextmanager
 def written(target: str | Path, field: str = "output") -> Iterator[IO[bytes]]:
     """Yield a stream of bytes that becomes `target`; "-" is stdout.

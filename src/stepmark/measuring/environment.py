@@ -114,7 +114,16 @@ def capabilities(device: torch.device) -> Capabilities:
 
 def compiler() -> str | None:
     """Return the C++ compiler that torch.compile would find."""
-    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    return _program(os.environ.get("CXX", ""), "c++", "g++", "clang++")
+
+
+def c_compiler() -> str | None:
+    """Return the C compiler that compiles what this package has in C."""
+    return _program(os.environ.get("CC", ""), "cc", "gcc", "clang")
+
+
+def _program(*names: str) -> str | None:
+    """Return the path of the first of these programs that is here."""
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 

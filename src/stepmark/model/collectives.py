@@ -99,6 +99,14 @@ class Api(StrEnum):
     NCCL = "nccl"
 
 
+class Registration(StrEnum):
+    """Registration of buffers with the communicator, as -R of nccl-tests."""
+
+    NONE = "none"
+    LOCAL = "local"  # ncclCommRegister
+    SYMMETRIC = "symmetric"  # ncclCommWindowRegister with NCCL_WIN_COLL_SYMMETRIC
+
+
 class Parts(StrEnum):
     """Unit of `count`."""
 

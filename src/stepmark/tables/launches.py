@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from statistics import median
 from typing import TypeGuard, TypeVar
 
 from stepmark.cases.case import OpCase
 from stepmark.cases.comm_case import CommCase
-from stepmark.cases.record import AnyCase, Failed, Measured, Record, Skipped
+from stepmark.cases.record import AnyCase, CommMemory, Failed, Measured, Record, Skipped
 from stepmark.ground.stats import slowest_per_sample, summarize
 from stepmark.model.collectives import FACTS
 
@@ -137,11 +138,20 @@ class CommLaunches(Launches):
         """Return the time of the fastest rank, which waits least for others."""
         if not FACTS[self.case.collective].synchronizing or not self.measured:
             return None
+        return self.time_over_ranks_s(min)
+
+    def time_over_ranks_s(self, statistic: Callable[[Sequence[float]], float]) -> float:
+        """Return the median over samples of a statistic over the ranks' times of each."""
         by_launch: list[float] = [
-            median(map(min, zip(*record.samples.seconds, strict=True)))
+            median(map(statistic, zip(*record.samples.seconds, strict=True)))
             for record in self.measured
         ]
         return median(by_launch)
+
+    def memory(self) -> CommMemory | None:
+        """Return the memory of the launch that used most."""
+        memories = [record.comm_memory for record in self.measured if record.comm_memory]
+        return max(memories, key=attrgetter("total_bytes"), default=None)
 
     def waited_for(self) -> tuple[int, float] | None:
         """Return the world rank that delays the others of its communicator, and how long.

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from stepmark.ground.files import user_cache
 from stepmark.model import collectives
 from stepmark.timeline import trace_columns
 from stepmark.timeline.trace_columns import CommArgs, RankInfo, RankTrace
@@ -88,9 +89,7 @@ def read_cached(path: Path, read: Callable[[Path], RankTrace]) -> RankTrace:
 
 def folder() -> Path:
     """Return the folder of the entries."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    home = given if given.is_absolute() else Path("~/.cache").expanduser()
-    return home / "stepmark" / "traces"
+    return user_cache() / "traces"
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

@@ -4,13 +4,24 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from stepmark.cases.comm_case import CommCase, unsupported
 from stepmark.cases.plan import CommHow, Entry
-from stepmark.cases.record import Arrivals, Beside, Failed, Measured, Samples
+from stepmark.cases.record import (
+    Arrivals,
+    Beside,
+    Check,
+    CommMemory,
+    Failed,
+    Measured,
+    Samples,
+)
+from stepmark.collectives.bench import nccl
 from stepmark.collectives.bench.case_on_rank import (
     CaseOnRank,
     backend_run,
@@ -26,7 +37,7 @@ from stepmark.measuring.context import MeasureContext, no_collection, own_stream
 from stepmark.measuring.ranks import Ranks, agreed
 from stepmark.measuring.run_cases import Bench, SetUpTime
 from stepmark.measuring.telemetry import Sampler
-from stepmark.model.collectives import Mode
+from stepmark.model.collectives import Api, Mode, Registration
 
 if TYPE_CHECKING:
     from stepmark.collectives.bench.concurrent_compute import ConcurrentCompute
@@ -49,14 +60,15 @@ class CollectiveBench(Bench):
     _set_up: SetUpTime = field(default_factory=SetUpTime)
 
     def __post_init__(self) -> None:
-        self._communicators = Communicators(self.context.ranks)
+        used_bytes = partial(_library_bytes, self.context)
+        self._communicators = Communicators(self.context.ranks, used_bytes)
 
     def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
         case = cast("CommCase", entry.case)
         started = self.context.ranks.num_ranks
         if case.world_size > started:
             return f"needs {case.world_size} ranks, {started} were started", None
-        if reason := unsupported(case):
+        if reason := unsupported(case) or nccl.unsupported_here(case):
             return reason, None
         local = local_case(case, self.context.ranks.rank)
         if local is None:
@@ -78,16 +90,23 @@ class CollectiveBench(Bench):
             with own_stream(self.context):
                 communicator = self._communicators.get(case)
                 part = CaseOnRank(case, self.context, communicator, self.how)
-                record = _measure(part, case, self.context, self._effort(share_s), self.how)
+                memory = MemoryUse(self.context, self._communicators.init_bytes(case))
+                effort = self._effort(share_s)
+                record = _measure(part, case, self.context, effort, self.how, memory)
+                agreed(ranks, part.release)
             timed_s = record.samples.wall_s
             return record
         finally:
             self._set_up.add(time.monotonic() - begin - timed_s)
 
     def failed(self, entry: Entry, record: Failed) -> Failed:
-        """Forget the case's communicator, which may be broken, unless memory was short."""
-        if record.cause != "oom":
-            self._communicators.forget(cast("CommCase", entry.case))
+        """Forget the case's communicator, which may be broken, unless memory was short.
+
+        With it goes the memory that is registered.
+        """
+        case = cast("CommCase", entry.case)
+        if record.cause != "oom" or case.registration is not Registration.NONE:
+            self._communicators.forget(case)
         return record
 
     def limit_s(self, share_s: float | None) -> float:
@@ -103,21 +122,56 @@ class CollectiveBench(Bench):
         return self.effort if share_s is None else self.effort.shortened(share_s)
 
 
+def _library_bytes(context: MeasureContext) -> int:
+    """Return the device's memory in use, but for torch's, minus all of it."""
+    device = context.ranks.device
+    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    return -context.free_bytes() - reserved
+
+
+class MemoryUse:
+    """Device memory that one case takes on this rank."""
+
+    def __init__(self, context: MeasureContext, init_bytes: int) -> None:
+        self._context = context
+        self._init_bytes = init_bytes
+        self._free_bytes = context.free_bytes()
+        self._buffer_bytes = 0
+        self._library_bytes = 0
+
+    def allocated(self) -> None:
+        """Count what was allocated so far as buffers."""
+        self._buffer_bytes = self._free_bytes - self._context.free_bytes()
+        self._library_bytes = _library_bytes(self._context)
+
+    def total(self) -> CommMemory | None:
+        """Return the memory after the last call; None on a CPU."""
+        if self._context.ranks.device.type != "cuda":
+            return None
+        return CommMemory(
+            init_bytes=self._init_bytes,
+            buffer_bytes=self._buffer_bytes,
+            call_bytes=_library_bytes(self._context) - self._library_bytes,
+        )
+
+
 def _measure(
-    part: CaseOnRank, case: CommCase, context: MeasureContext, effort: Effort, how: CommHow
+    part: CaseOnRank,
+    case: CommCase,
+    context: MeasureContext,
+    effort: Effort,
+    how: CommHow,
+    memory: MemoryUse,
 ) -> Measured:
     """Measure the case; every rank calls it. Raises CaseFailedError on all together."""
     ranks = context.ranks
     started_at = time.time()
     if on_gpu := ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
-    num_sets = min(ranks.gather(part.sets_that_fit()))
-    agreed(ranks, lambda: part.allocate(num_sets))
-    check = agreed(ranks, part.check)
-    agreed(ranks, part.bind)
-    agreed(ranks, part.warm_up)
+    num_sets, check = _prepare(part, ranks, memory)
     estimate_s = max(ranks.gather(agreed(ranks, part.estimate)))
-    timer = agreed(ranks, lambda: part.timer(estimate_s))
+    is_compiled = _is_compiled(case) and all(ranks.gather(part.compiles_loop()))
+    timer = agreed(ranks, lambda: part.timer(estimate_s, is_compiled=is_compiled))
     k = max(ranks.gather(timer.calls_per_sample))
     compute = agreed(ranks, part.concurrent_compute)
     alone_s = agreed(ranks, lambda: compute.alone() if compute else [])
@@ -130,10 +184,9 @@ def _measure(
     issue_s = summarize(samples.issue_s).median if samples.issue_s else 0.0
     concurrency = (alone_s, samples.together_s, compute.backend_run if compute else "")
     peak_bytes = torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None
-    by_rank = ranks.gather(
-        (seconds_per_operation, check, sampler.telemetry(), issue_s, concurrency, peak_bytes)
-    )
-    seconds, checks, telemetry, issues, concurrencies, peaks = zip(
+    sampled = (seconds_per_operation, check, sampler.telemetry(), issue_s, concurrency)
+    by_rank = ranks.gather((*sampled, peak_bytes, memory.total()))
+    seconds, checks, telemetry, issues, concurrencies, peaks, memories = zip(
         *(by_rank[rank] for rank in case.members), strict=True
     )
     return Measured(
@@ -159,7 +212,26 @@ def _measure(
             warmup_calls=how.warmups,
         ),
         beside=_beside(concurrencies) if case.beside else None,
+        comm_memory=None if None in memories else max(memories, key=attrgetter("total_bytes")),
     )
+
+
+def _prepare(part: CaseOnRank, ranks: Ranks, memory: MemoryUse) -> tuple[int, Check]:
+    """Allocate, check and warm up. Return the number of operand sets, and this rank's check."""
+    num_sets = min(ranks.gather(part.sets_that_fit()))
+    agreed(ranks, lambda: part.reserve(num_sets))
+    agreed(ranks, part.register)
+    agreed(ranks, lambda: part.allocate(num_sets))
+    memory.allocated()
+    check = agreed(ranks, part.check)
+    agreed(ranks, part.bind)
+    agreed(ranks, part.warm_up)
+    return num_sets, check
+
+
+def _is_compiled(case: CommCase) -> bool:
+    """Return whether a compiled loop is to issue the calls, whose host time a sample has."""
+    return case.api is Api.NCCL and case.mode is Mode.QUEUED and case.device == "cuda"
 
 
 def _beside(by_rank: Sequence[tuple[list[float], list[float], str]]) -> Beside | None:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +12,11 @@ import torch
 from stepmark.cases.comm_case import CommCase
 from stepmark.cases.plan import CommHow
 from stepmark.cases.record import Check
-from stepmark.collectives.bench import data, timing
+from stepmark.collectives.bench import data, issue_loop, nccl, timing
 from stepmark.collectives.bench.communicators import Communicator
 from stepmark.measuring.context import MeasureContext
 from stepmark.measuring.verify import TORCH_DTYPE, merge
-from stepmark.model.collectives import Collective, Mode
+from stepmark.model.collectives import Collective, Mode, Registration
 
 if TYPE_CHECKING:
     from stepmark.collectives.bench.concurrent_compute import ConcurrentCompute
@@ -31,17 +32,22 @@ def needed_bytes(case: CommCase, index: int) -> int:
     return elements * case.dtype.itemsize
 
 
-def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
-    """Return flat send and recv buffers; in place they share storage as in nccl-tests."""
+def allocate_buffers(
+    case: CommCase, index: int, allocate: Callable[[int, bool], torch.Tensor]
+) -> Pair:
+    """Return flat send and recv buffers; in place they share storage as in nccl-tests.
+
+    allocate(count, receives): returns a buffer of this many elements of the case's type.
+    """
     sent = case.send_count(index)
     received = case.recv_count(index)
-    dtype = TORCH_DTYPE[case.dtype]
+
+    def empty(count: int, *, receives: bool) -> torch.Tensor:
+        return allocate(case.unalign + count, receives)[case.unalign :]
+
     if not case.in_place:
-        return (
-            torch.empty(sent, dtype=dtype, device=device),
-            torch.empty(received, dtype=dtype, device=device),
-        )
-    buffer = torch.empty(max(sent, received), dtype=dtype, device=device)
+        return empty(sent, receives=False), empty(received, receives=True)
+    buffer = empty(max(sent, received), receives=True)
     part = slice(index * case.count, (index + 1) * case.count)
     match case.collective:
         case Collective.ALL_GATHER:
@@ -50,6 +56,38 @@ def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
             return buffer, buffer[part]
         case _:
             return buffer, buffer
+
+
+# NCCL_WIN_REQUIRED_ALIGNMENT of NCCL 2.30, src/nccl.h.in.
+_ALIGN_BYTES = 4096
+
+
+@dataclass(slots=True, kw_only=True)
+class Arena:
+    """Memory that is registered as a whole, with the same offsets of buffers on all ranks."""
+
+    memory: torch.Tensor
+    stride: int
+    num_buffers: int = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return the next buffer, as bytes."""
+        start = self.num_buffers * self.stride
+        self.num_buffers += 1
+        return self.memory[start : start + num_bytes]
+
+
+def arena_strides(case: CommCase) -> dict[bool, int]:
+    """Return bytes from a buffer to the next, equal on all ranks, by whether they receive."""
+    indices = range(case.num_ranks)
+    sent = max(map(case.send_count, indices))
+    received = max(map(case.recv_count, indices))
+    counts = {True: max(sent, received)} if case.in_place else {False: sent, True: received}
+    return {
+        receives: -(-max(1, (count + case.unalign) * case.dtype.itemsize) // _ALIGN_BYTES)
+        * _ALIGN_BYTES
+        for receives, count in counts.items()
+    }
 
 
 # Minimum sample duration, which amortizes timer overhead. Ranks also end a call some
@@ -91,14 +129,48 @@ class CaseOnRank:
         self._local = local_case(case, context.ranks.rank)
         self._sets: list[Pair] = []
         self._calls: list[Callable[[], object]] = []
+        self._arenas: dict[bool, Arena] = {}  # by whether their buffers receive
+
+    def reserve(self, num_sets: int) -> None:
+        """Allocate the memory of all sets, where it is to be registered."""
+        if self._local is None or self._world_case.registration is Registration.NONE:
+            return
+        assert isinstance(self._communicator, nccl.Communicator)
+        for receives, stride in arena_strides(self._local[0]).items():
+            memory = self._communicator.allocate(num_sets * stride)
+            self._arenas[receives] = Arena(memory=memory, stride=stride)
+
+    def register(self) -> None:
+        """Register the memory: NCCL wants every rank to do so at the same time."""
+        for arena in self._arenas.values():
+            assert isinstance(self._communicator, nccl.Communicator)
+            self._communicator.register(arena.memory, self._world_case.registration)
+
+    def release(self) -> None:
+        """Free registered memory; every rank calls it when no call is under way."""
+        if self._arenas:
+            assert isinstance(self._communicator, nccl.Communicator)
+            self._sets = []
+            self._calls = []
+            self._arenas = {}
+            self._communicator.unregister()
 
     def allocate(self, num_sets: int) -> None:
         """Allocate operand sets, filled with the data of a check."""
         if self._local is None:
             return
         case, index = self._local
+        device = self._context.ranks.device
+        dtype = TORCH_DTYPE[case.dtype]
+
+        def allocate(count: int, receives: bool) -> torch.Tensor:
+            return torch.empty(count, dtype=dtype, device=device)
+
+        def from_arena(count: int, receives: bool) -> torch.Tensor:
+            return self._arenas[receives].allocate(count * case.dtype.itemsize).view(dtype)
+
         for _ in range(num_sets):
-            send, recv = allocate_buffers(case, index, self._context.ranks.device)
+            send, recv = allocate_buffers(case, index, from_arena if self._arenas else allocate)
             data.poison(recv)
             data.fill(case, index, send, 0)
             self._sets.append((send, recv))
@@ -168,11 +240,19 @@ class CaseOnRank:
         self._wait()
         return (time.perf_counter() - begin) / turns / count
 
-    def timer(self, estimate_s: float) -> timing.Timer:
-        """Return the timer of the case. Equal estimates give all ranks the same k."""
+    def compiles_loop(self) -> bool:
+        """Return whether a compiled loop can issue the calls of this rank, if it has any."""
+        return self._local is None or issue_loop.load() is not None
+
+    def timer(self, estimate_s: float, *, is_compiled: bool = False) -> timing.Timer:
+        """Return the timer of the case. Equal estimates give all ranks the same k.
+
+        is_compiled: every rank's calls are issued by the compiled loop.
+        """
         case = self._world_case
         ranks = self._context.ranks
         name = "blocking-free" if case.mode is Mode.BLOCKING and not case.aligned else case.mode
+        name = "queued-compiled" if is_compiled else name
         if self._local is None:
             return timing.IdleTimer(ranks, f"{name}/{timing.VERSION}", name == "blocking")
         calls = self._calls
@@ -182,8 +262,12 @@ class CaseOnRank:
             return timing.HostTimer(calls, ranks, k, name=name, wait_s=wait_s)
         match case.mode:
             case Mode.QUEUED | Mode.AHEAD:
-                is_ahead = case.mode is Mode.AHEAD
-                return timing.StreamTimer(calls, ranks, k, is_ahead=is_ahead, wait_s=wait_s)
+                rotation: timing.Rotation | issue_loop.CompiledRotation
+                rotation = timing.Rotation(calls)
+                if is_compiled:
+                    bound = [call for call in calls if isinstance(call, nccl.BoundCall)]
+                    rotation = issue_loop.CompiledRotation(bound, issue_loop.load())
+                return timing.StreamTimer(rotation, ranks, k, name=name, wait_s=wait_s)
             case Mode.GRAPH:
                 return timing.GraphTimer(calls, ranks, k, wait_s=wait_s)
             case Mode.BLOCKING:
@@ -212,7 +296,8 @@ class CaseOnRank:
 
     def _calls_per_sample(self, estimate_s: float) -> int:
         case = self._world_case
-        if case.mode is Mode.BLOCKING or (case.skew_s and case.mode is not Mode.GRAPH):
+        is_timed_alone = case.mode is Mode.BLOCKING or case.skew_s or self._how.per_call
+        if is_timed_alone and case.mode is not Mode.GRAPH:
             return 1
         iterations = self._how.iterations
         k = max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))

@@ -152,9 +152,12 @@ Communicator = TorchCommunicator | nccl.Communicator
 class Communicators:
     """The communicators of one launch; None for a rank outside of one of libnccl."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, used_bytes: Callable[[], int] = lambda: 0) -> None:
+        """used_bytes: of the device's memory, apart from what torch allocates."""
         self._ranks = ranks
+        self._used_bytes = used_bytes
         self._communicators: dict[object, Communicator | None] = {}
+        self._init_bytes: dict[object, int] = {}
 
     def get(self, case: CommCase) -> Communicator | None:
         """Return the case's; every rank calls it. Raises CaseFailedError on all together."""
@@ -163,8 +166,14 @@ class Communicators:
             if len(self._communicators) >= _MOST:
                 oldest = self._communicators.pop(next(iter(self._communicators)))
                 agreed(self._ranks, lambda: oldest and oldest.close())
+            before = self._used_bytes()
             self._communicators[key] = agreed(self._ranks, lambda: self._make(case))
+            self._init_bytes[key] = self._used_bytes() - before
         return self._communicators[key]
+
+    def init_bytes(self, case: CommCase) -> int:
+        """Return the memory that making the case's communicator took on this rank."""
+        return self._init_bytes[self._key(case)]
 
     def forget(self, case: CommCase) -> None:
         """Drop the case's communicator, which may be broken. Every rank calls it."""
@@ -193,7 +202,8 @@ class Communicators:
 
     @staticmethod
     def _key(case: CommCase) -> object:
-        return case.api, case.backend, tuple(case.communicators), case.max_ctas
+        limits = (case.max_ctas, case.cta_policy)
+        return case.api, case.backend, tuple(case.communicators), limits
 
     def _make(self, case: CommCase) -> Communicator | None:
         ranks = self._ranks
@@ -215,4 +225,5 @@ class Communicators:
             index=members.index(ranks.rank),
             share=share,
             max_ctas=case.max_ctas,
+            cta_policy=case.cta_policy,
         )

@@ -7,8 +7,9 @@ src/nccl.h.in of NVIDIA/nccl 2.28; RCCL has the same.
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from stepmark.collectives.bench.data import moves
 from stepmark.collectives.bench.values import PREMUL_FACTOR, narrow
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.collectives import FACTS, Collective, RedOp
+from stepmark.model.collectives import FACTS, Collective, RedOp, Registration
 
 # Value of rank 0, given to all: rank 0 passes bytes, the others None.
 Share = Callable[[bytes | None], bytes]
 # A function of the library with its arguments; returns an ncclResult_t.
-Call = Callable[[], int]
+Step = functools.partial[int]
 
 _SONAMES = ("libnccl.so.2", "librccl.so.1")
 # Numbers of ncclDataType_t.
@@ -51,6 +52,15 @@ _WHOLE_SINCE_2_28 = {
     Collective.GATHER: "ncclGather",
     Collective.SCATTER: "ncclScatter",
 }
+# What registers, deregisters, allocates and frees: since NCCL 2.19, and windows since 2.27.
+_MEMORY = ("ncclMemAlloc", "ncclMemFree")
+_REGISTER = {
+    Registration.LOCAL: ("ncclCommRegister", "ncclCommDeregister", *_MEMORY),
+    Registration.SYMMETRIC: ("ncclCommWindowRegister", "ncclCommWindowDeregister", *_MEMORY),
+}
+# Versions of NCCL that know each policy: nccl-tests, src/common.cu.
+_POLICY_SINCE = ((2, 0), (2, 27), (2, 28))
+_WIN_COLL_SYMMETRIC = 1
 _SCALAR_ON_HOST = 1
 _MAGIC = 0xCAFEBEEF
 _UNDEFINED = -(2**31)
@@ -58,6 +68,24 @@ _UNDEFINED = -(2**31)
 
 class NcclError(RuntimeError):
     """Raised where a call of the library fails, with its name, code and the last error."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundCall:
+    """A call of a collective: functions of the library, made one after the other.
+
+    fail: raises NcclError for the step with this number and its result. keep: what the
+    arguments point to.
+    """
+
+    steps: Sequence[Step]
+    fail: Callable[[int, int], None]
+    keep: object
+
+    def __call__(self) -> None:
+        for number, step in enumerate(self.steps):
+            if result := step():
+                self.fail(number, result)
 
 
 class _UniqueId(ctypes.Structure):
@@ -78,6 +106,10 @@ class _Config(ctypes.Structure):
         ("net_name", c_char_p),
         ("split_share", c_int),
         ("traffic_class", c_int),
+        # Since NCCL 2.27.
+        ("comm_name", c_char_p),
+        ("collnet_enable", c_int),
+        ("cta_policy", c_int),
     )
 
 
@@ -121,11 +153,47 @@ def load(path: str) -> ctypes.CDLL:
     return library
 
 
+def unsupported_here(case: CommCase) -> str | None:
+    """Return why the library of this process cannot run the case; None where it can."""
+    if case.registration is Registration.NONE and not case.cta_policy:
+        return None
+    library: Any = load(find_library())
+    number = c_int()
+    library.ncclGetVersion(byref(number))
+    major, minor = version = divmod(number.value // 100, 100)
+    since = _POLICY_SINCE[case.cta_policy or 0]
+    if version < since:
+        return f"-x {case.cta_policy} needs NCCL {since[0]}.{since[1]}, not {major}.{minor}"
+    needed = _REGISTER.get(case.registration, ())
+    missing = [name for name in needed if not hasattr(library, name)]
+    if missing:
+        lacks = f"{missing[0]}, which NCCL {major}.{minor} lacks"
+        return f"--register {case.registration} needs {lacks}"
+    return None
+
+
+class _DeviceBytes:
+    """Memory of the current device, as torch reads it without a copy."""
+
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
+
+
+def device_bytes(pointer: int, num_bytes: int) -> torch.Tensor:
+    """Return the bytes at a pointer of the current device."""
+    return torch.as_tensor(_DeviceBytes(pointer, num_bytes), device="cuda")
+
+
 class Communicator:
     """This rank in an NCCL communicator. Every member makes it at the same time.
 
-    max_ctas: thread blocks that it may use; None: as many as the library likes. The current
-    CUDA device becomes the rank's.
+    max_ctas: thread blocks that it may use; None: as many as the library likes. cta_policy: a
+    number of NCCL_CTA_POLICY_*; None: not set. The current CUDA device becomes the rank's.
     """
 
     def __init__(
@@ -135,6 +203,7 @@ class Communicator:
         index: int,
         share: Share,
         max_ctas: int | None = None,
+        cta_policy: int | None = None,
         path: str | None = None,
     ) -> None:
         self._library: Any = load(path or find_library())
@@ -142,16 +211,19 @@ class Communicator:
         self._index = index
         self._comm = c_void_p()
         self._premul: dict[DType, int] = {}
+        self._memory: list[c_void_p] = []
+        self._handles: list[tuple[str, c_void_p]] = []  # with what deregisters each
         unique = _UniqueId()
         if index == 0:
             self._do("ncclGetUniqueId", byref(unique))
         sent = share(bytes(unique) if index == 0 else None)
         unique = _UniqueId.from_buffer_copy(sent)
         place = (byref(self._comm), num_ranks, unique, index)
-        if max_ctas is None:
+        if max_ctas is None and cta_policy is None:
             self._do("ncclCommInitRank", *place)
         else:
-            self._do("ncclCommInitRankConfig", *place, byref(self._config(max_ctas)))
+            config = self._config(max_ctas, cta_policy)
+            self._do("ncclCommInitRankConfig", *place, byref(config))
 
     def bind(
         self,
@@ -160,7 +232,7 @@ class Communicator:
         send: torch.Tensor,
         recv: torch.Tensor,
         stream: int | None = None,
-    ) -> Callable[[], None]:
+    ) -> BoundCall:
         """Return the call, ready to be made on a stream; None: on the one that is current now.
 
         `index` is as in the case's buffers. The pointers decide whether it is in place. The
@@ -178,7 +250,44 @@ class Communicator:
         steps = self._steps(case, send, recv, token, stream)
         if case.calls_per_group > 1:
             steps = self._group(steps * case.calls_per_group)
-        return self._issue(steps, (send, recv, token))
+        return BoundCall(steps, functools.partial(self._fail, steps), (send, recv, token))
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return bytes of the library's own memory, which `unregister` frees."""
+        pointer = c_void_p()
+        self._do("ncclMemAlloc", byref(pointer), c_size_t(num_bytes))
+        self._memory.append(pointer)
+        return device_bytes(pointer.value or 0, num_bytes)
+
+    def register(self, memory: torch.Tensor, registration: Registration) -> None:
+        """Register memory with the communicator; every member calls it at the same time.
+
+        Raises NcclError where the library returns no handle: its settings forbid registration.
+        """
+        handle = c_void_p()
+        name = _REGISTER[registration][0]
+        place = (
+            self._comm,
+            c_void_p(memory.data_ptr()),
+            c_size_t(memory.nbytes),
+            byref(handle),
+        )
+        if registration is Registration.SYMMETRIC:
+            self._do(name, *place, c_int(_WIN_COLL_SYMMETRIC))
+        else:
+            self._do(name, *place)
+        if not handle:
+            raise NcclError(f"{name}: no handle (NCCL_LOCAL_REGISTER=0 forbids registration)")
+        self._handles.append((_REGISTER[registration][1], handle))
+
+    def unregister(self) -> None:
+        """Deregister and free all memory of `allocate`; every member calls it when idle."""
+        for name, handle in self._handles if self._comm else ():
+            self._do(name, self._comm, handle)
+        self._handles = []
+        for pointer in self._memory:
+            self._do("ncclMemFree", pointer)
+        self._memory = []
 
     def abort(self) -> None:
         """End blocked collectives; to be called from another thread."""
@@ -192,6 +301,7 @@ class Communicator:
         for op in self._premul.values():
             self._library.ncclRedOpDestroy(op, self._comm)
         self._premul = {}
+        self.unregister()
         comm = self._comm
         self._comm = c_void_p()
         if comm:
@@ -204,11 +314,11 @@ class Communicator:
         recv: torch.Tensor,
         token: torch.Tensor | None,
         stream: int,
-    ) -> list[Call]:
+    ) -> list[Step]:
         """Return the calls in their order, with all arguments. token: of a barrier."""
         place = (c_void_p(self._comm.value), c_void_p(stream))
 
-        def call(name: str, *arguments: object) -> Call:
+        def call(name: str, *arguments: object) -> Step:
             return functools.partial(getattr(self._library, name), *arguments, *place)
 
         if token is not None:
@@ -234,32 +344,15 @@ class Communicator:
         in_turn = len(calls) == 1 or case.collective is Collective.PING_PONG
         return calls if in_turn else self._group(calls)
 
-    def _group(self, calls: list[Call]) -> list[Call]:
+    def _group(self, calls: list[Step]) -> list[Step]:
         """Return these calls as one group. Groups may nest."""
         start = self._library.ncclGroupStart
         end = self._library.ncclGroupEnd
         return [functools.partial(start), *calls, functools.partial(end)]
 
-    def _issue(self, steps: list[Call], keep: object) -> Callable[[], None]:
-        if len(steps) == 1:
-            (only,) = steps
-
-            def issue_one(keep: object = keep) -> None:
-                if result := only():
-                    self._fail(steps, 0, result)
-
-            return issue_one
-
-        def issue(keep: object = keep) -> None:
-            for step in steps:
-                if result := step():
-                    self._fail(steps, steps.index(step), result)
-
-        return issue
-
-    def _fail(self, steps: list[Call], at: int, result: int) -> None:
+    def _fail(self, steps: list[Step], at: int, result: int) -> None:
         """Leave the groups that are open, then raise."""
-        names = [step.func.__name__ for step in steps[: at + 1]]  # type: ignore[attr-defined]
+        names = [step.func.__name__ for step in steps[: at + 1]]
         try:
             self._succeed(names[-1], result)
         finally:
@@ -278,20 +371,24 @@ class Communicator:
             self._premul[dtype] = op.value
         return self._premul[dtype]
 
-    def _config(self, max_ctas: int) -> _Config:
+    def _config(self, max_ctas: int | None, cta_policy: int | None) -> _Config:
         version = c_int()
         self._do("ncclGetVersion", byref(version))
+        is_longer = cta_policy is not None
         return _Config(
-            size=ctypes.sizeof(_Config),
+            size=ctypes.sizeof(_Config) if is_longer else _Config.comm_name.offset,
             magic=_MAGIC,
             version=version.value,
             blocking=_UNDEFINED,
             cga_cluster_size=_UNDEFINED,
             min_ctas=_UNDEFINED,
-            max_ctas=max_ctas,
+            max_ctas=_UNDEFINED if max_ctas is None else max_ctas,
             net_name=None,
             split_share=_UNDEFINED,
             traffic_class=_UNDEFINED,
+            comm_name=None,
+            collnet_enable=_UNDEFINED,
+            cta_policy=cta_policy or 0,
         )
 
     def _do(self, name: str, *arguments: object) -> None:

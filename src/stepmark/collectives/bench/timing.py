@@ -4,7 +4,8 @@ queued-ahead  k calls back to back between two readings, which the host enqueues
               spins before them: the device alone, no host
 queued        the same without that kernel: what nccl-tests measures, and a framework that never
               waits. Where the host's launch overhead exceeds the time on the device, that
-              overhead is measured, as in nccl-tests.
+              overhead is measured, as in nccl-tests. Calls of libnccl come from a compiled
+              loop (queued-compiled), else from Python.
 graph         k calls in a CUDA graph: the device alone, no host
 blocking      the host waits for each call; ranks start each together, unless told not to
 
@@ -16,12 +17,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median_high
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from stepmark.cases.record import METHOD_VERSIONS
 from stepmark.measuring.ranks import Ranks
+from stepmark.model.collectives import Mode
+
+if TYPE_CHECKING:
+    from stepmark.collectives.bench.issue_loop import CompiledRotation
 
 (VERSION,) = METHOD_VERSIONS["comm"]
 Calls = Sequence[Callable[[], object]]
@@ -71,6 +76,11 @@ class Rotation:
     def __call__(self) -> None:
         self._calls[self._next]()
         self._next = (self._next + 1) % len(self._calls)
+
+    def issue(self, count: int) -> None:
+        """Make this many calls."""
+        for _ in range(count):
+            self()
 
 
 class IdleTimer:
@@ -137,28 +147,29 @@ MOST_AHEAD = 100
 class StreamTimer:
     """Times calls back to back on the current stream, an event after every k calls.
 
-    is_ahead: a kernel spins first, while the host enqueues the calls. wait_s > 0: before each
-    call this rank's stream spins that long, outside of its time.
+    name: queued-ahead, where a kernel spins first while the host enqueues the calls, queued, or
+    queued-compiled. wait_s > 0: before each call this rank's stream spins that long, outside of
+    its time.
     """
 
     lead_s = 0.0
 
     def __init__(
         self,
-        calls: Calls,
+        rotation: "Rotation | CompiledRotation",
         ranks: Ranks,
         calls_per_sample: int,
         *,
-        is_ahead: bool = False,
+        name: str,
         wait_s: float = 0.0,
     ) -> None:
-        self.method = f"{'queued-ahead' if is_ahead else 'queued'}/{VERSION}"
+        self.method = f"{name}/{VERSION}"
         self.calls_per_sample = 1 if wait_s else calls_per_sample
-        self._call = Rotation(calls)
+        self._rotation = rotation
         self._ranks = ranks
-        self._is_ahead = is_ahead
+        self._is_ahead = name == Mode.AHEAD
         self._cycles = round(wait_s * spin_hz()) if wait_s else 0
-        self._hz = spin_hz() if is_ahead else 0.0
+        self._hz = spin_hz() if self._is_ahead else 0.0
 
     def sample(self, count: int) -> Batch:
         stream = torch.cuda.current_stream()
@@ -175,14 +186,13 @@ class StreamTimer:
         spun[1].record()
         issued = 0.0
         # The first rank waits in this call, so that no sample includes the others' delay.
-        self._call()
+        self._rotation.issue(1)
         for i in range(count):
             if self._cycles:
                 torch.cuda._sleep(self._cycles)
             starts[i].record()
             begin = time.perf_counter()
-            for _ in range(self.calls_per_sample):
-                self._call()
+            self._rotation.issue(self.calls_per_sample)
             issued = issued or time.perf_counter() - begin
             ends[i].record()
         is_late = self._is_ahead and spun[1].query()
