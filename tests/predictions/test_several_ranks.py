@@ -60,6 +60,15 @@ def test_steps_that_four_h100_bound(model: str, error: float) -> None:
     assert made.clock.power_w == pytest.approx(692, rel=0.01)
 
 
+def test_a_drawn_step_of_two_h200_is_as_slow_as_its_calibrated_kernels() -> None:
+    run = RESULTS / "h200-x2-predictions-1"
+    made = predict(inputs_of(run, "qwen3-8b", 2))
+    assert made.step_s == pytest.approx(0.818, rel=0.01)
+    committed = json.loads((run / "prediction.json").read_text())["predictions"][0]
+    assert committed["prediction"]["step_s"] == pytest.approx(0.7818, abs=1e-4)
+    assert math.exp(calibrated_error(made.inputs)) == pytest.approx(1, abs=0.01)
+
+
 def test_kernels_beside_others_are_those_of_other_streams() -> None:
     """Copies of FSDP2 as the trace itself has them."""
     file = traces_of("llama-3.1-8b")[0]
