@@ -10,6 +10,7 @@ p2p_communication.py: _batched_p2p_ops, _p2p_ops). The wait for an overlapped se
 next one was issued is left out: the send is long done by then.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -61,7 +62,8 @@ class Act(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """edge: a chunk's first forward or last backward of the step.
+    """edge: a chunk's first forward or last backward of the step. variant: of a pass, by the
+    rules' own numbers.
 
     backward_chunk, backward_microbatch: of a combined action, whose others are the forward's.
     """
@@ -70,6 +72,7 @@ class Action:
     chunk: int = 0
     microbatch: int = 0
     edge: bool = False
+    variant: int = 0
     fused: bool = False  # in one call with the transfer before it
     after: tuple[str, ...] = ()
     backward_chunk: int = 0
@@ -194,6 +197,7 @@ def program(
     lower: returns an action's items; its micro-batch is relative to its tick's first one.
     """
     names: dict[Tick, str] = {}
+    num_periods = 0
     items: list[Item] = []
     waiting: list[tuple[str, int, int]] = []  # block, first micro-batch, times
 
@@ -229,11 +233,49 @@ def program(
         items += flush()
         for tick in span.ticks:
             add(tick, 1)
-        name = f"{prefix}period"
+        name = f"{prefix}period{num_periods or ''}"
+        num_periods += 1
         blocks[name] = flush()
         items.append(Run(block=name, times=span.times, microbatch_step=span.step))
     items += flush()
     return tuple(items)
+
+
+def unrolled(spans: Iterable[Span]) -> Iterator[Action]:
+    """Yield the actions of all ticks in order."""
+    for span in spans:
+        for index in range(span.times):
+            for action in itertools.chain(*span.ticks):
+                yield moved(action, index * span.step)
+
+
+def with_variants(
+    spans: Iterable[Span], number_of: Callable[[Action], int]
+) -> tuple[Span, ...]:
+    """Return spans whose passes have these variants; repeats with others are spans apart."""
+
+    def numbered(tick: Tick, microbatches: int) -> Tick:
+        actions = (moved(action, microbatches) for action in tick)
+        return tuple(
+            replace(action, variant=number_of(action)) if action.act in PASSES else action
+            for action in actions
+        )
+
+    made: list[Span] = []
+    for span in spans:
+        own: list[Span] = []
+        for index in range(span.times):
+            ticks = tuple(numbered(tick, index * span.step) for tick in span.ticks)
+            last = own[-1] if own else None
+            distance = last.times * span.step if last else 0
+            if last and ticks == tuple(
+                tuple(moved(action, distance) for action in tick) for tick in last.ticks
+            ):
+                own[-1] = replace(last, times=last.times + 1)
+            else:
+                own.append(replace(span, ticks=ticks, times=1))
+        made += own
+    return tuple(made)
 
 
 def schedule(

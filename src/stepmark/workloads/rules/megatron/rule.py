@@ -10,7 +10,7 @@ wait for the end of the backward pass; the embedding is trained, so the first la
 gradient like any other.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from stepmark.cases.message import RECV, SEND
@@ -30,9 +30,12 @@ from stepmark.workloads.pipeline import (
     Tick,
     program,
     schedule,
+    unrolled,
     wait,
+    with_variants,
 )
-from stepmark.workloads.rules.megatron import cpu_offload, gradients, muon
+from stepmark.workloads.rules.megatron import activation_offload, cpu_offload, gradients, muon
+from stepmark.workloads.rules.megatron.activation_offload import Pass, Reloads, Sends, StageCopies
 from stepmark.workloads.rules.megatron.chunk import (
     Library,
     Segment,
@@ -40,6 +43,7 @@ from stepmark.workloads.rules.megatron.chunk import (
     combined_runs,
     first_forward,
     forward_segments,
+    groups_in,
     kinds_of,
     last_backward,
 )
@@ -175,10 +179,13 @@ def workload(job: Job, settings: Megatron) -> Workload:
     pipeline = plan.pipeline
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
-    stages = [
-        _StageBuilder(pipeline, library, index, chunks).build()
+    builders = [
+        _StageBuilder(pipeline, library, index, chunks)
         for index, chunks in enumerate(chunks_by_stage)
     ]
+    stages = [builder.build() for builder in builders]
+    host_bytes = max(builder.host_bytes for builder in builders)
+    offload = (activation_offload.note(host_bytes),) if settings.offload_words else ()
     return Workload(
         name=job.model.name,
         rules="megatron",
@@ -200,7 +207,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
         groups=plan.comms.groups,
         blocks=blocks,
         stages=tuple(stages),
-        notes=(*notes, *notes_of(job, plan)),
+        notes=(*notes, *notes_of(job, plan), *offload),
     )
 
 
@@ -234,6 +241,10 @@ class _StageBuilder:
             is_last=index == pipeline.num_stages - 1,
             moe_layers=sum(kind.layer.has_experts for own in kinds for kind in own),
         )
+        self.kinds = kinds
+        self.host_bytes = 0
+        # By chunk, direction and copies the variant of a pass, from 1; 0: without copies.
+        self.variants: dict[tuple[int, bool, Pass], int] = {}
 
     def build(self) -> Stage:
         plan = self.plan
@@ -242,6 +253,8 @@ class _StageBuilder:
         spans = schedule(
             self.pipeline, index, gathers=self.aligned_gathers, reduces=self.aligned_reduces
         )
+        if plan.settings.offload_words:
+            spans = self.with_copies(spans)
         self.passes()
         pipeline = self.pipeline
         blocking = pipeline.num_chunks > 1 and not pipeline.overlap
@@ -281,23 +294,50 @@ class _StageBuilder:
             and (self.pipeline.num_chunks > 1 or self.index > 0)
         )
 
+    def with_copies(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        """Return spans whose passes have the numbers of their copies to and from the host."""
+        plan = self.plan
+        groups = [[groups_in(plan, kind) for kind in own] for own in self.kinds]
+        actions = (act for act in unrolled(spans) if act.act in (Act.FORWARD, Act.BACKWARD))
+        order = ((act.chunk, act.microbatch, act.act is Act.FORWARD) for act in actions)
+        copies = StageCopies(groups, order)
+        self.host_bytes = copies.host_bytes
+
+        def number_of(action: Action) -> int:
+            is_forward = action.act is Act.FORWARD
+            made = copies.passes[action.chunk, action.microbatch, is_forward]
+            key = (action.chunk, is_forward, made)
+            return self.variants.setdefault(key, 1 + len(self.variants))
+
+        return with_variants(spans, number_of)
+
     def passes(self) -> None:
         """Add forward and backward blocks of the chunks, and those of the step's edges."""
-        settings = self.plan.settings
-        for number, chunk in enumerate(self.chunks):
-            forward = forward_segments(self.library, chunk)
-            backward = backward_segments(self.library, chunk)
-            self.put(f"forward{number}", forward)
-            self.put(f"backward{number}", backward)
-            if settings.overlap_param_gather and not self.aligned_gathers:
-                begun = self.index > 0 or number > 0
-                changed = first_forward(
-                    self.library, forward, self.params.buckets[number], begun=begun
-                )
-                self.put(f"forward{number}.first", changed)
-            if settings.overlap_grad_reduce and not self.aligned_reduces:
-                changed = last_backward(self.library, backward, self.params.buckets[number])
-                self.put(f"backward{number}.last", changed)
+        for number in range(len(self.chunks)):
+            if not self.variants:
+                self.forward_pass(number, (), "")
+                self.backward_pass(number, (), "")
+        for (number, is_forward, copies), variant in self.variants.items():
+            if is_forward:
+                self.forward_pass(number, copies.sends, f".{variant}")
+            else:
+                self.backward_pass(number, copies.reloads, f".{variant}")
+
+    def forward_pass(self, number: int, sends: Sequence[Sends], suffix: str) -> None:
+        forward = forward_segments(self.library, self.chunks[number], sends)
+        self.put(f"forward{number}{suffix}", forward)
+        if self.plan.settings.overlap_param_gather and not self.aligned_gathers:
+            begun = self.index > 0 or number > 0
+            buckets = self.params.buckets[number]
+            changed = first_forward(self.library, forward, buckets, begun=begun)
+            self.put(f"forward{number}{suffix}.first", changed)
+
+    def backward_pass(self, number: int, reloads: Sequence[Reloads], suffix: str) -> None:
+        backward = backward_segments(self.library, self.chunks[number], reloads)
+        self.put(f"backward{number}{suffix}", backward)
+        if self.plan.settings.overlap_grad_reduce and not self.aligned_reduces:
+            changed = last_backward(self.library, backward, self.params.buckets[number])
+            self.put(f"backward{number}{suffix}.last", changed)
 
     def put(self, name: str, segments: list[Segment]) -> None:
         self.blocks[f"stage{self.index}.{name}"] = self.library.runs(segments)
@@ -324,11 +364,15 @@ class _StageBuilder:
                 return self.transfer(action)
 
     def run(self, action: Action) -> tuple[Item, ...]:
-        name = f"stage{self.index}.{action.act}{action.chunk}"
+        suffix = f".{action.variant}" if action.variant else ""
+        name = f"stage{self.index}.{action.act}{action.chunk}{suffix}"
         edge = ".first" if action.act is Act.FORWARD else ".last"
         if action.edge and name + edge in self.blocks:
             name += edge
         run = Run(block=name, microbatch=action.microbatch)
+        back = [*self.variants][action.variant - 1][2].back if action.variant else None
+        if back is not None:
+            return (activation_offload.awaits_sent(back), run)
         if not (action.edge and action.act is Act.FORWARD and self.aligned_gathers):
             return (run,)
         names = self.in_flight(replace(action, act=Act.GATHER))
