@@ -563,7 +563,7 @@ _REFUSED = {
         """,
     ),
     **refused(
-        "left out: of offloaded activations only --fine-grained-activation-offloading is modelled",
+        "0: activations are modelled as --fine-grained-activation-offloading copies them",
         "cpu-offloading-num-layers",
         "0",
     ),

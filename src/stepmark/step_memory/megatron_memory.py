@@ -134,9 +134,7 @@ def _offloaded(
     pass, which a fused norm's copy does not release.
     """
     plan = layers.plan
-    groups = [
-        [groups_in(plan, layers.kinds[unit]) for unit in chunk.units] for chunk in chunks
-    ]
+    groups = [[groups_in(plan, layers.kinds[unit]) for unit in chunk.units] for chunk in chunks]
     counts = Counter[tuple[int, bool]]()
     places: list[tuple[int, int, bool]] = []
     for chunk, is_forward in order:

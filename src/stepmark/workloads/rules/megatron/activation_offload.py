@@ -98,7 +98,7 @@ class _Unit:
         return next((role for role in self._leaves if role.startswith("mlp.experts")), "")
 
     def _copied(self, tensors: Iterable[_Saved]) -> int:
-        """Return the bytes of tensors that are large enough (tensor_need_offloading_checker)."""
+        """Return the bytes of tensors large enough (tensor_need_offloading_checker)."""
         least = self._plan.settings.min_offloaded_tensor_size
         return sum(tensor.num_bytes for tensor in tensors if tensor.numel >= least)
 
@@ -217,11 +217,6 @@ class Pass:
     back: int | None = None
 
     @property
-    def freed(self) -> int:
-        """Bytes that a forward pass takes from the device."""
-        return sum(group.freed for groups in self.sends for group in groups)
-
-    @property
     def copied(self) -> int:
         """Bytes that a forward pass copies to the host."""
         return sum(group.copied for groups in self.sends for group in groups)
@@ -258,13 +253,17 @@ def _is_inside(group: Group, outer: Group) -> bool:
 
 @dataclass(slots=True)
 class _OnHost:
-    """Groups of a pass on the host, those of the last layers last; loaded: on their way back."""
+    """Groups of a pass on the host, the newest last. loaded: those on their way back."""
 
     chunk: int
     kept: tuple[str, ...]
     stack: list[tuple[int, Group]]
     num_sent: int
-    loaded: list[tuple[int, str]] = field(default_factory=list)
+    loaded: list[tuple[int, Group]] = field(default_factory=list)
+
+    @property
+    def has_copies(self) -> bool:
+        return any(group.copied for _, group in (*self.stack, *self.loaded))
 
 
 Place = tuple[int, int]  # chunk, micro-batch
@@ -300,17 +299,17 @@ class StageCopies:
         self._num_sent = 0
         self._on_host: dict[Place, _OnHost] = {}
         self._sends: dict[tuple[int, tuple[str, ...]], tuple[Sends, ...]] = {}
-        self._reloads: dict[tuple[object, ...], tuple[tuple[Reloads, ...], _OnHost]] = {}
+        self._reloads: dict[tuple[object, ...], tuple[tuple[Reloads, ...], int]] = {}
         self._marked = self._find_marked()
         self.host_bytes = 0  # at most at one time
         self.passes: dict[tuple[int, int, bool], Pass] = {}
-        held = 0
+        on_host = 0
         for chunk, microbatch, is_forward in passes:
             made = (self._forward if is_forward else self._back)((chunk, microbatch))
             self.passes[chunk, microbatch, is_forward] = made
-            sent = self.passes[chunk, microbatch, True].copied
-            held += sent if is_forward else -sent
-            self.host_bytes = max(self.host_bytes, held)
+            copied = self.passes[chunk, microbatch, True].copied
+            on_host += copied if is_forward else -copied
+            self.host_bytes = max(self.host_bytes, on_host)
 
     def _find_marked(self) -> dict[Place, set[str]]:
         """Return the groups that never leave the device (post_warmup_callback).
@@ -367,21 +366,18 @@ class StageCopies:
             self._begun = self._backward.index(place, self._begun) + 1
         following = self._next()
         behind = self._on_host.get(following) if following is not None else None
-        sent_after = self._num_sent - own.num_sent
-        has_copies = any(group.copied for _, group in own.stack)
-        back = sent_after if has_copies else None
         state = (behind.chunk, behind.kept, len(behind.loaded)) if behind else None
         key = (own.chunk, own.kept, len(own.loaded), state)
         if key not in self._reloads:
             self._reloads[key] = self._reloaded(own, behind)
         reloads, num_loaded = self._reloads[key]
-        for _ in range(num_loaded if behind else 0):
-            assert behind is not None
-            behind.loaded.append(behind.stack.pop())
+        if behind is not None:
+            behind.loaded += (behind.stack.pop() for _ in range(num_loaded))
+        back = self._num_sent - own.num_sent if own.has_copies else None
         return Pass(reloads=reloads, back=back)
 
     def _reloaded(
-        self, own: "_OnHost", behind: "_OnHost | None"
+        self, own: _OnHost, behind: _OnHost | None
     ) -> tuple[tuple[Reloads, ...], int]:
         """Return a backward pass's copies, and how many of them are of the pass behind it."""
         stack = [*own.stack]
@@ -403,7 +399,7 @@ class StageCopies:
             if not (stack or later):
                 continue
             is_own = bool(stack)
-            number, new = stack.pop() if is_own else later.pop()
+            number, new = (stack or later).pop()
             loaded.append((is_own, number, new))
             if new.copied:
                 made[place] = made[place]._replace(loads=new.name, num_bytes=new.copied)
@@ -419,7 +415,9 @@ def _awaited(loaded: Sequence[tuple[bool, int, Group]], unit: int, group: Group)
     if not group.copied:
         return ""
     index = loaded.index((True, unit, group))
-    back = sum(each.name == group.name and each.copied > 0 for _, _, each in loaded[index + 1 :])
+    back = sum(
+        each.name == group.name and each.copied > 0 for _, _, each in loaded[index + 1 :]
+    )
     name = f"{TO_DEVICE}.{group.name}"
     return f"{name}~{back}" if back else name
 
@@ -479,7 +477,7 @@ def _bounds(steps: Sequence[Step], group: Group) -> tuple[int, int]:
 
 
 def awaits_sent(back: int) -> ComputeOp:
-    """Return the wait of copies to the device for the last copy to the host of their tensors."""
+    """Return the wait of copies to the device for the last of their copies to the host."""
     name = f"{TO_HOST}~{back}" if back else TO_HOST
     return replace(wait((name,), Phase.DGRAD, "offload"), stream=TO_DEVICE, name="")
 
@@ -487,7 +485,7 @@ def awaits_sent(back: int) -> ComputeOp:
 def note(host_bytes: int) -> str:
     """Return what a step with offloaded activations assumes. host_bytes: of a rank."""
     return (
-        f"offload_modules: copies of a rank take up to {host_bytes / GIB:.4g} GiB of pinned host"
+        f"offload_modules: a rank's copies take up to {host_bytes / GIB:.4g} GiB of pinned host"
         " memory; device memory counts copies that keep up with computation"
     )
 
@@ -502,12 +500,14 @@ def refusals(plan: "Plan") -> Iterator[_Refusal]:
     is_local = backend is AttentionBackend.LOCAL
     yield is_local, "attention_backend", backend, f"one of TransformerEngine's with {_NAME}"
     model = plan.model
-    others = (
+    heads = {(own.num_heads, own.d_qk, own.d_v) for own in map(model.of_layer, model.layers)}
+    others: tuple[tuple[object, str], ...] = (
         (settings.overlap_moe_expert_parallel_comm, "overlap_moe_expert_parallel_comm"),
         (plan.lora is not None, "lora_rank"),
         (settings.recompute_granularity is Granularity.FULL, "full recompute"),
         (any(layer.mixer != "attention" for layer in model.pattern), "scans"),
         (model.mla is not None and model.mla.indexer is not None, "sparse attention"),
+        (len(heads) > 1, "layers with other heads"),
     )
     for is_there, what in others:
         yield is_there, _NAME, True, f"false with {what}, with which it is not modelled"

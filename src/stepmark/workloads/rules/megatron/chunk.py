@@ -102,6 +102,8 @@ class Library:
     plan: Plan
     blocks: dict[str, Block]
     operations: dict[str, tuple[Operation, ...]] = field(default_factory=dict)
+    steps: dict[Kind, tuple[Step, ...]] = field(default_factory=dict)
+    groups: dict[Kind, tuple[Group, ...]] = field(default_factory=dict)  # that are offloaded
     of_layer: dict[str, tuple[Param, ...]] = field(default_factory=dict)  # by kind
     num_scaled: dict[str, int] = field(default_factory=dict)  # narrow.num_scaled, by kind
     _changed: dict[tuple[str, tuple[tuple[int, Change], ...], tuple[str, ...]], str] = field(
@@ -123,6 +125,8 @@ class Library:
             self.num_scaled[name] = narrow.num_scaled(own, block.walk())
             # The next token's embedding is looked up outside of the checkpoint.
             before = embedding(plan) if kind.is_mtp else ()
+            self.steps[kind] = (*before, *steps)
+            self.groups[kind] = groups_in(plan, kind)
             self.add(f"{name}.forward", forward((*before, *steps)))
             self.add(f"{name}.again", forward(steps, again=True))
             groups = selected(plan, [step.module for step in steps])
@@ -171,29 +175,24 @@ class Library:
         name = f"{kind.name}.forward"
         if not any(group.copied for group in sends):
             return name
-        return self._variant(name, sends, forward(with_sends(self._steps(kind), sends)))
+        key = (name, sends)
+        if key not in self._offloaded:
+            operations = forward(with_sends(self.steps[kind], sends))
+            self._offloaded[key] = self.add(f"{name}.offload{len(self._offloaded)}", operations)
+        return self._offloaded[key]
 
     def backward_of(self, kind: Kind, reloads: Reloads) -> str:
         """Return the block of a layer backward, with these copies to the device."""
         name = f"{kind.name}.backward"
         if all(reload.is_idle for reload in reloads):
             return name
-        steps = self._steps(kind)
-        groups = selected(self.plan, [step.module for step in steps])
-        steps = (*with_reloads(steps, groups_in(self.plan, kind), reloads),)
-        return self._variant(name, reloads, backward(steps, groups))
-
-    def _steps(self, kind: Kind) -> tuple[Step, ...]:
-        before = embedding(self.plan) if kind.is_mtp else ()
-        return (*before, *_layer(self.plan, kind))
-
-    def _variant(
-        self, name: str, copies: Sends | Reloads, operations: tuple[Operation, ...]
-    ) -> str:
-        key = (name, copies)
+        key = (name, reloads)
         if key not in self._offloaded:
-            number = len(self._offloaded)
-            self._offloaded[key] = self.add(f"{name}.offload{number}", operations)
+            steps = self.steps[kind]
+            recomputed = selected(self.plan, [step.module for step in steps])
+            copied = (*with_reloads(steps, self.groups[kind], reloads),)
+            operations = backward(copied, recomputed)
+            self._offloaded[key] = self.add(f"{name}.offload{len(self._offloaded)}", operations)
         return self._offloaded[key]
 
     def runs(self, segments: Iterable[Segment]) -> Block:
@@ -409,9 +408,7 @@ def _with_amax(
         yield Segment(block=block)
 
 
-def _checkpoints(
-    library: Library, chunk: Chunk, reloads: Sequence[Reloads]
-) -> list[Segment]:
+def _checkpoints(library: Library, chunk: Chunk, reloads: Sequence[Reloads]) -> list[Segment]:
     """Return layers in forward order; layers with a common checkpoint are one segment."""
     settings = library.plan.settings
     of_model = kinds_of(library.plan)
@@ -429,9 +426,7 @@ def _checkpoints(
         group = kinds[first : first + step]
         recomputed = uniform or (full and first < size)
         own = reloads[first] if reloads else ()
-        block = (
-            _together(library, group) if recomputed else library.backward_of(group[0], own)
-        )
+        block = _together(library, group) if recomputed else library.backward_of(group[0], own)
         places = tuple(range(first, first + step))
         segments.append(Segment(block=block, layer=chunk.first_layer + first, places=places))
     if _has_norm_apart(library.plan, chunk):

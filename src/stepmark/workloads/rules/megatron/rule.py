@@ -35,7 +35,12 @@ from stepmark.workloads.pipeline import (
     with_variants,
 )
 from stepmark.workloads.rules.megatron import activation_offload, cpu_offload, gradients, muon
-from stepmark.workloads.rules.megatron.activation_offload import Pass, Reloads, Sends, StageCopies
+from stepmark.workloads.rules.megatron.activation_offload import (
+    Pass,
+    Reloads,
+    Sends,
+    StageCopies,
+)
 from stepmark.workloads.rules.megatron.chunk import (
     Library,
     Segment,
@@ -43,7 +48,6 @@ from stepmark.workloads.rules.megatron.chunk import (
     combined_runs,
     first_forward,
     forward_segments,
-    groups_in,
     kinds_of,
     last_backward,
 )
@@ -243,8 +247,9 @@ class _StageBuilder:
         )
         self.kinds = kinds
         self.host_bytes = 0
-        # By chunk, direction and copies the variant of a pass, from 1; 0: without copies.
-        self.variants: dict[tuple[int, bool, Pass], int] = {}
+        # By chunk, direction and copies of its layers the number of a pass's block.
+        self.copies: dict[tuple[int, bool, Pass], int] = {}
+        self.variants: list[tuple[str, int | None]] = [("", None)]  # suffix of block, Pass.back
 
     def build(self) -> Stage:
         plan = self.plan
@@ -296,8 +301,7 @@ class _StageBuilder:
 
     def with_copies(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
         """Return spans whose passes have the numbers of their copies to and from the host."""
-        plan = self.plan
-        groups = [[groups_in(plan, kind) for kind in own] for own in self.kinds]
+        groups = [[self.library.groups[kind] for kind in own] for own in self.kinds]
         actions = (act for act in unrolled(spans) if act.act in (Act.FORWARD, Act.BACKWARD))
         order = ((act.chunk, act.microbatch, act.act is Act.FORWARD) for act in actions)
         copies = StageCopies(groups, order)
@@ -306,22 +310,25 @@ class _StageBuilder:
         def number_of(action: Action) -> int:
             is_forward = action.act is Act.FORWARD
             made = copies.passes[action.chunk, action.microbatch, is_forward]
-            key = (action.chunk, is_forward, made)
-            return self.variants.setdefault(key, 1 + len(self.variants))
+            key = (action.chunk, is_forward, replace(made, back=None))
+            variant = (f".{self.copies.setdefault(key, len(self.copies))}", made.back)
+            if variant not in self.variants:
+                self.variants.append(variant)
+            return self.variants.index(variant)
 
         return with_variants(spans, number_of)
 
     def passes(self) -> None:
         """Add forward and backward blocks of the chunks, and those of the step's edges."""
         for number in range(len(self.chunks)):
-            if not self.variants:
+            if not self.copies:
                 self.forward_pass(number, (), "")
                 self.backward_pass(number, (), "")
-        for (number, is_forward, copies), variant in self.variants.items():
+        for (number, is_forward, copies), block in self.copies.items():
             if is_forward:
-                self.forward_pass(number, copies.sends, f".{variant}")
+                self.forward_pass(number, copies.sends, f".{block}")
             else:
-                self.backward_pass(number, copies.reloads, f".{variant}")
+                self.backward_pass(number, copies.reloads, f".{block}")
 
     def forward_pass(self, number: int, sends: Sequence[Sends], suffix: str) -> None:
         forward = forward_segments(self.library, self.chunks[number], sends)
@@ -364,13 +371,12 @@ class _StageBuilder:
                 return self.transfer(action)
 
     def run(self, action: Action) -> tuple[Item, ...]:
-        suffix = f".{action.variant}" if action.variant else ""
+        suffix, back = self.variants[action.variant]
         name = f"stage{self.index}.{action.act}{action.chunk}{suffix}"
         edge = ".first" if action.act is Act.FORWARD else ".last"
         if action.edge and name + edge in self.blocks:
             name += edge
         run = Run(block=name, microbatch=action.microbatch)
-        back = [*self.variants][action.variant - 1][2].back if action.variant else None
         if back is not None:
             return (activation_offload.awaits_sent(back), run)
         if not (action.edge and action.act is Act.FORWARD and self.aligned_gathers):
