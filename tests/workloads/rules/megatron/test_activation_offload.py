@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.process import stepmark
 
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import HostCopy, Phase
 from stepmark.predictions.simulation import simulate
+from stepmark.predictions.step import offload_share
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Workload
 from stepmark.step_memory.megatron_memory import stage_memories
 from stepmark.timeline.ledger import Work
@@ -381,3 +383,32 @@ def test_passes_in_turns_are_refused() -> None:
     settings = offloaded("moe_act", overlap_moe_expert_parallel_comm=True)
     with pytest.raises(ConfigError, match="false with overlap_moe_expert_parallel_comm"):
         workload(make(EXPERTS, dp_shard=2, ep=2), settings)
+
+
+@pytest.mark.parametrize("times", [0.5, 2.0])
+def test_a_prediction_says_where_forward_passes_outrun_copies(times: float) -> None:
+    made = workload(make(tp=2), offloaded("core_attn"))
+    forward = [op for op in made.expand(0) if op.phase is Phase.FWD and op.stream == COMPUTE]
+    forward_s = sum(
+        costs(1.0).compute(op).total_s if isinstance(op, ComputeOp) else 1e-3 for op in forward
+    )
+    bytes_per_s = sum(copied_bytes(made, "d2h").values()) / (times * forward_s)
+    link = replace(costs(bytes_per_s), comm=lambda _op, _group: 1e-3)
+    assert offload_share(made.issued(), link, made.groups) == pytest.approx(times)
+    plain = workload(make(tp=2), Megatron())
+    assert offload_share(plain.issued(), link, plain.groups) == 0.0
+
+
+def test_predict_says_that_memory_is_more_where_copies_take_longer(tmp_path: Path) -> None:
+    words = (
+        *("predict", "--framework", "megatron", "--model", "llama-3.1-8b", "--device", "h200"),
+        *("--num-layers", "4", "--gbs", "2", "--vocab-size", "1024"),
+        *("--fine-grained-activation-offloading", "--offload-modules"),
+        "qkv_linear,core_attn,attn_proj",
+    )
+    hidden, late = (
+        stepmark(*words, "--ffn-hidden-size", width, "--seq-len", seq, cwd=tmp_path).stdout
+        for width, seq in (("14336", "8192"), ("256", "1024"))
+    )
+    assert "memory is more than estimated" not in hidden
+    assert "memory is more than estimated: copies of activations" in late
