@@ -563,7 +563,8 @@ _REFUSED = {
         """,
     ),
     **refused(
-        "0: activations are modelled as --fine-grained-activation-offloading copies them",
+        "0: what is copied, and when, depends on the version of TransformerEngine (2.10); use"
+        " --fine-grained-activation-offloading",
         "cpu-offloading-num-layers",
         "0",
     ),

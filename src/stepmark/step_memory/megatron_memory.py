@@ -141,18 +141,19 @@ def _offloaded(
         places.append((chunk, counts[chunk, is_forward], is_forward))
         counts[chunk, is_forward] += 1
     copies = StageCopies(groups, places)
-    made: list[ChunkMemory] = []
+    by_pass: list[ChunkMemory] = []
     for number, microbatch, _ in places:
         units = copies.passes[number, microbatch, True].sends
         sizes = [[group.copied for group in unit] for unit in units]
         saved = memories[number].saved - sum(group.freed for unit in units for group in unit)
         is_received = plan.job.parallel.pp > 1 and not chunks[number].has_embedding
-        first = units[0] if units else ()
         if is_received and plan.model.mla is None:
-            saved += sum(layers.rows for group in first if group.name == "qkv_linear")
+            first = itertools.chain(*units[:1])
+            norms = (group for group in first if group.name == "qkv_linear" and group.freed)
+            saved += sum(layers.rows for _ in norms)
         copied = max(map(sum, sizes), default=0) + max(itertools.chain(*sizes), default=0)
-        made.append(replace(memories[number], saved=saved, copied=copied))
-    return [(index, place[2]) for index, place in enumerate(places)], made
+        by_pass.append(replace(memories[number], saved=saved, copied=copied))
+    return [(index, place[2]) for index, place in enumerate(places)], by_pass
 
 
 def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict[str, int]:

@@ -261,7 +261,7 @@ def with_variants(
             for action in actions
         )
 
-    made: list[Span] = []
+    numbered_spans: list[Span] = []
     for span in spans:
         own: list[Span] = []
         for index in range(span.times):
@@ -274,8 +274,8 @@ def with_variants(
                 own[-1] = replace(last, times=last.times + 1)
             else:
                 own.append(replace(span, ticks=ticks, times=1))
-        made += own
-    return tuple(made)
+        numbered_spans += own
+    return tuple(numbered_spans)
 
 
 def schedule(

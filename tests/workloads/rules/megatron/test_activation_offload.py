@@ -89,7 +89,7 @@ def test_copies_are_those_of_megatron_core(case: dict[str, Any]) -> None:
             ("own", at, one.name, one.name)
             for at, layer in enumerate(made.reloads)
             for one in layer
-            if one.own
+            if one.late_bytes
         ]
         rows += [
             ("load", at, one.name, one.loads)
@@ -118,22 +118,22 @@ def tensors(model: ModelConfig, *, experts: bool) -> dict[str, int]:
     kv = rows * model.num_kv_heads * (model.d_qk + model.d_v) * size
     out = rows * model.num_heads * model.d_v * size
     softmax = 4 * rows * model.num_heads
-    found = {
+    sizes = {
         "qkv_linear": 2 * hidden + 4 * rows,  # before and behind the norm, and its statistic
         "core_attn": q + kv + out + softmax,
         "attn_proj": out,
     }
     if model.mla is not None:
         latent = size * rows * 2 * (model.mla.q_lora_rank + model.mla.kv_lora_rank)  # type: ignore[operator]
-        found["qkv_linear"] = 2 * hidden + latent  # the input of both down projections
-        found["attn_norm"] = hidden + 4 * rows
+        sizes["qkv_linear"] = 2 * hidden + latent  # the input of both down projections
+        sizes["attn_norm"] = hidden + 4 * rows
     if experts:
         assert model.moe is not None
         sent = model.moe.top_k * rows * size
-        found["mlp_norm"] = hidden + 4 * rows
-        found["expert_fc1"] = sent * model.hidden_size
-        found["moe_act"] = sent * 2 * model.moe.ffn_hidden_size
-    return found
+        sizes["mlp_norm"] = hidden + 4 * rows
+        sizes["expert_fc1"] = sent * model.hidden_size
+        sizes["moe_act"] = sent * 2 * model.moe.ffn_hidden_size
+    return sizes
 
 
 @pytest.mark.parametrize("model", [DENSE, LATENT])
@@ -271,6 +271,17 @@ def test_what_a_stage_received_stays_where_a_fused_norm_is_offloaded() -> None:
     first, last = (before - after for before, after in zip(plain, made, strict=True))
     assert first == 3 * size - 2 * size
     assert last == first - rows
+
+
+def test_a_stage_without_layers_copies_nothing() -> None:
+    settings = offloaded("qkv_linear", pipeline_model_parallel_layout="Et*8|L")
+    job = make(pp=2)
+    made = workload(job, settings)
+    made.check()
+    assert copies(made, 0)
+    assert not copies(made, 1)
+    plain = stage_memories(job, replace(settings, fine_grained_activation_offloading=False))
+    assert stage_memories(job, settings)[1] == plain[1]
 
 
 def test_small_tensors_stay() -> None:

@@ -69,7 +69,7 @@ def groups_of(plan: "Plan", module: Module) -> tuple[Group, ...]:
     if not words:
         return ()
     unit = _Unit(plan, module)
-    made = {
+    groups = {
         "attn_norm": unit.norm("attn_norm", "attention"),
         "qkv_linear": unit.qkv(),
         "core_attn": unit.core(),
@@ -80,7 +80,7 @@ def groups_of(plan: "Plan", module: Module) -> tuple[Group, ...]:
             "moe_act", "mlp.experts_activation", until="mlp.experts_down"
         ),
     }
-    return tuple(group for name, group in made.items() if name in words and group is not None)
+    return tuple(group for name, group in groups.items() if name in words and group is not None)
 
 
 class _Unit:
@@ -185,19 +185,19 @@ class _Unit:
 class Reload(NamedTuple):
     """Copies around a group's backward pass. All names are of groups; "": there is none.
 
-    awaits: of its copy to the device, with how many to go back. own: bytes that it copies
-    itself, as nobody did before. loads: the group whose copy begins after it, and its bytes.
+    awaits: of its copy to the device, with how many to go back. late_bytes: of a copy that no
+    earlier group has begun. loads, load_bytes: of the copy that begins after it.
     """
 
     name: str
     awaits: str = ""
-    own: int = 0
+    late_bytes: int = 0
     loads: str = ""
-    num_bytes: int = 0
+    load_bytes: int = 0
 
     @property
     def is_idle(self) -> bool:
-        return not (self.awaits or self.own or self.num_bytes)
+        return not (self.awaits or self.late_bytes or self.load_bytes)
 
 
 Sends = tuple[Group, ...]  # of a layer, forward
@@ -256,7 +256,7 @@ class _OnHost:
     """Groups of a pass on the host, the newest last. loaded: those on their way back."""
 
     chunk: int
-    kept: tuple[str, ...]
+    resident: tuple[str, ...]  # names of which the last group stays
     stack: list[tuple[int, Group]]
     num_sent: int
     loaded: list[tuple[int, Group]] = field(default_factory=list)
@@ -300,35 +300,30 @@ class StageCopies:
         self._on_host: dict[Place, _OnHost] = {}
         self._sends: dict[tuple[int, tuple[str, ...]], tuple[Sends, ...]] = {}
         self._reloads: dict[tuple[object, ...], tuple[tuple[Reloads, ...], int]] = {}
-        self._marked = self._find_marked()
+        self._excluded = self._find_excluded()
         self.host_bytes = 0  # at most at one time
         self.passes: dict[tuple[int, int, bool], Pass] = {}
         on_host = 0
         for chunk, microbatch, is_forward in passes:
-            made = (self._forward if is_forward else self._back)((chunk, microbatch))
-            self.passes[chunk, microbatch, is_forward] = made
+            copies_of = self._forward if is_forward else self._back
+            self.passes[chunk, microbatch, is_forward] = copies_of((chunk, microbatch))
             copied = self.passes[chunk, microbatch, True].copied
             on_host += copied if is_forward else -copied
             self.host_bytes = max(self.host_bytes, on_host)
 
-    def _find_marked(self) -> dict[Place, set[str]]:
+    def _find_excluded(self) -> dict[Place, set[str]]:
         """Return the groups that never leave the device (post_warmup_callback).
 
         They are the last ones by name of the first chunk that is backward, as many names as a
         chunk has.
         """
         first: dict[str, Place] = {}
-        chunks: dict[int, Place] = {}
         for place in reversed(self._backward):
-            chunks.pop(place[0], None)
-            chunks[place[0]] = place  # its first pass; chunks by these, last to first
-        for place in chunks.values():
-            for name in self._names[place[0]]:
-                first[name] = place
-        marked: dict[Place, set[str]] = {}
+            first |= dict.fromkeys(self._names[place[0]], place)
+        excluded: dict[Place, set[str]] = {}
         for name in [*first][: max(map(len, self._names), default=0)]:
-            marked.setdefault(first[name], set()).add(name)
-        return marked
+            excluded.setdefault(first[name], set()).add(name)
+        return excluded
 
     def _next(self, name: str = "") -> Place | None:
         """Return the next pass that is backward, with a group of this name."""
@@ -338,25 +333,28 @@ class StageCopies:
 
     def _forward(self, place: Place) -> Pass:
         chunk, _ = place
-        marked = self._marked.get(place, ())
-        kept = tuple(
-            name for name in self._names[chunk] if name in marked or self._next(name) == place
+        excluded = self._excluded.get(place, ())
+        resident = tuple(
+            name for name in self._names[chunk] if name in excluded or self._next(name) == place
         )
-        if (chunk, kept) not in self._sends:
-            self._sends[chunk, kept] = self._sent(chunk, kept)
-        sends = self._sends[chunk, kept]
+        if (chunk, resident) not in self._sends:
+            self._sends[chunk, resident] = self._sent(chunk, resident)
+        sends = self._sends[chunk, resident]
         stack = [(number, group) for number, own in enumerate(sends) for group in own]
         self._num_sent += sum(group.copied > 0 for _, group in stack)
-        self._on_host[place] = _OnHost(chunk, kept, stack, self._num_sent)
+        self._on_host[place] = _OnHost(chunk, resident, stack, self._num_sent)
         return Pass(sends=sends)
 
-    def _sent(self, chunk: int, kept: Sequence[str]) -> tuple[Sends, ...]:
-        """Return the groups of each layer that are sent, in the order in which they end."""
+    def _sent(self, chunk: int, resident: Sequence[str]) -> tuple[Sends, ...]:
+        """Return the groups of each layer that are sent, in the order in which they end.
+
+        resident: names of which the last group stays on the device.
+        """
         last = {event.group.name: event.unit for event in self._events[chunk]}
         sends: list[list[Group]] = [[] for _ in self._groups[chunk]]
         for event in self._events[chunk]:
             name = event.group.name
-            if not event.is_start and not (name in kept and last[name] == event.unit):
+            if not event.is_start and not (name in resident and last[name] == event.unit):
                 sends[event.unit].append(event.group)
         return tuple(map(tuple, sends))
 
@@ -366,8 +364,8 @@ class StageCopies:
             self._begun = self._backward.index(place, self._begun) + 1
         following = self._next()
         behind = self._on_host.get(following) if following is not None else None
-        state = (behind.chunk, behind.kept, len(behind.loaded)) if behind else None
-        key = (own.chunk, own.kept, len(own.loaded), state)
+        state = (behind.chunk, behind.resident, len(behind.loaded)) if behind else None
+        key = (own.chunk, own.resident, len(own.loaded), state)
         if key not in self._reloads:
             self._reloads[key] = self._reloaded(own, behind)
         reloads, num_loaded = self._reloads[key]
@@ -383,31 +381,28 @@ class StageCopies:
         stack = [*own.stack]
         later = [*behind.stack] if behind else []
         loaded = [(True, *each) for each in own.loaded]
-        made = {
-            (event.unit, event.group.name): Reload(event.group.name)
-            for event in self._events[own.chunk]
-        }
-        for unit, group, is_start in reversed(self._events[own.chunk]):
-            place = (unit, group.name)
-            if not is_start:
-                if (True, unit, group) in loaded:
-                    made[place] = made[place]._replace(awaits=_awaited(loaded, unit, group))
-                elif (unit, group) in stack:  # the tensors come one by one, as they are needed
-                    made[place] = made[place]._replace(own=group.copied)
-                    stack[stack.index((unit, group))] = (unit, group._replace(copied=0))
-                continue
-            if not (stack or later):
-                continue
-            is_own = bool(stack)
-            number, new = (stack or later).pop()
-            loaded.append((is_own, number, new))
-            if new.copied:
-                made[place] = made[place]._replace(loads=new.name, num_bytes=new.copied)
-        reloads = tuple(
-            tuple(made[number, group.name] for group in units)
+        events = self._events[own.chunk]
+        reloads = {(unit, group.name): Reload(group.name) for unit, group, _ in events}
+        for unit, group, is_start in reversed(events):
+            key = (unit, group.name)
+            if is_start and (stack or later):
+                is_own = bool(stack)
+                number, new = (stack or later).pop()
+                loaded.append((is_own, number, new))
+                if new.copied:
+                    begun = reloads[key]._replace(loads=new.name, load_bytes=new.copied)
+                    reloads[key] = begun
+            elif not is_start and (True, unit, group) in loaded:
+                reloads[key] = reloads[key]._replace(awaits=_awaited(loaded, unit, group))
+            elif not is_start and (unit, group) in stack:
+                # Its tensors are copied as they are needed, and not again when it is its turn.
+                reloads[key] = reloads[key]._replace(late_bytes=group.copied)
+                stack[stack.index((unit, group))] = (unit, group._replace(copied=0))
+        by_layer = tuple(
+            tuple(reloads[number, group.name] for group in units)
             for number, units in enumerate(self._groups[own.chunk])
         )
-        return reloads, sum(not is_own for is_own, _, _ in loaded)
+        return by_layer, sum(not is_own for is_own, _, _ in loaded)
 
 
 def _awaited(loaded: Sequence[tuple[bool, int, Group]], unit: int, group: Group) -> str:
@@ -449,13 +444,13 @@ def with_reloads(
         if reload.awaits:
             awaited = awaiting(Phase.DGRAD, module, reload.awaits)
             ends.setdefault(last, []).append(Step(module=module, fwd=(), bwd=(awaited,)))
-        if reload.own:
-            copy = _to_device(reload.own, module, COMPUTE)
+        if reload.late_bytes:
+            copy = _to_device(reload.late_bytes, module, COMPUTE)
             ends.setdefault(last, []).append(Step(module=module, fwd=(), bwd=(copy,)))
-        if reload.num_bytes:
+        if reload.load_bytes:
             # Behind a wait for what the module's backward pass left in flight.
             begun = awaiting(Phase.DGRAD, module)
-            copy = _to_device(reload.num_bytes, f"offload.{reload.loads}", TO_DEVICE)
+            copy = _to_device(reload.load_bytes, f"offload.{reload.loads}", TO_DEVICE)
             copy = replace(copy, name=f"{TO_DEVICE}.{reload.loads}")
             step = Step(module=module, fwd=(), bwd=(begun, copy))
             starts.setdefault(first, []).append(step)

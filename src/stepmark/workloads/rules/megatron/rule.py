@@ -309,9 +309,9 @@ class _StageBuilder:
 
         def number_of(action: Action) -> int:
             is_forward = action.act is Act.FORWARD
-            made = copies.passes[action.chunk, action.microbatch, is_forward]
-            key = (action.chunk, is_forward, replace(made, back=None))
-            variant = (f".{self.copies.setdefault(key, len(self.copies))}", made.back)
+            own = copies.passes[action.chunk, action.microbatch, is_forward]
+            key = (action.chunk, is_forward, replace(own, back=None))
+            variant = (f".{self.copies.setdefault(key, len(self.copies))}", own.back)
             if variant not in self.variants:
                 self.variants.append(variant)
             return self.variants.index(variant)
