@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
 from tests.cli.process import stepmark
 
 from stepmark.ground.errors import ConfigError
@@ -36,7 +38,7 @@ from stepmark.workloads.rules.megatron.settings import (
     Megatron,
 )
 
-from .jobs import DENSE, EXPERTS, GATED, HYBRID, LATENT, PREDICTING, make
+from .jobs import DENSE, EXPERTS, GATED, HYBRID, LATENT, PREDICTING, jobs, make
 
 RECORDED = json.loads(Path("tests/data/megatron_offload.json").read_text())
 MODULES = {
@@ -195,6 +197,37 @@ def work(made: Workload, stage: int) -> list[tuple[Any, ...]]:
         for op in made.expand(stage)
         if isinstance(op, CommOp) or not (op.is_wait or isinstance(op.op, HostCopy))
     ]
+
+
+@given(jobs(), st.sets(st.sampled_from(OFFLOAD_MODULES), min_size=1))
+def test_any_job_copies_back_what_it_sends(
+    drawn: tuple[Job, Megatron], words: set[str]
+) -> None:
+    job, settings = drawn
+    if "attn_proj" in words:
+        words |= {"core_attn"}
+    if job.model.mla is None:
+        words -= {"attn_norm"}
+    if job.model.moe is None:
+        words -= {"mlp_norm", "expert_fc1", "moe_act"}
+    copying = replace(
+        settings,
+        fine_grained_activation_offloading=True,
+        offload_modules=",".join(words or {"core_attn"}),
+        min_offloaded_tensor_size=1,
+    )
+    try:
+        made = workload(job, copying)
+    except ConfigError:  # of the model, or of the attention's kernels
+        reject()
+    made.check()
+    assert copied_bytes(made, "d2h") == copied_bytes(made, "h2d")
+    plain = workload(job, settings)
+    for stage in range(len(made.stages)):
+        assert work(plain, stage) == work(made, stage)
+    before, after = (stage_memories(job, each) for each in (settings, copying))
+    for least, most in zip(after, before, strict=True):
+        assert least.activations_bytes <= most.activations_bytes
 
 
 def test_copies_begin_behind_their_module_and_are_awaited_before_it() -> None:
