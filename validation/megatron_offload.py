@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stepmark.workloads.pipeline import PASSES, Act, Pipeline, schedule, unrolled
+from stepmark.workloads.pipeline import Pipeline, passes_of, schedule
 
 NUM_CASES = 40
 LARGE = 1000  # elements of a tensor; those with fewer than a tenth are not offloaded
@@ -170,17 +170,14 @@ def record(module: Any, case: dict[str, Any]) -> dict[str, Any]:
     pipeline = Pipeline(
         num_stages=case["pp"], num_microbatches=case["microbatches"], num_chunks=case["vpp"]
     )
-    actions = unrolled(schedule(pipeline, case["stage"]))
-    order = [action for action in actions if action.act in PASSES]
+    order = [*passes_of(schedule(pipeline, case["stage"]))]
     stage = Stage(module, case["chunks"])
     for _ in range(3):
         stage.manager.reset()
         passes = []
-        for action in order:
-            is_forward = action.act is Act.FORWARD
+        for chunk, microbatch, is_forward in order:
             run = stage.forward if is_forward else stage.backward
-            copies = run(action.chunk, action.microbatch)
-            passes.append([action.chunk, action.microbatch, is_forward, copies])
+            passes.append([chunk, microbatch, is_forward, run(chunk, microbatch)])
     return {**case, "passes": passes}
 
 

@@ -241,41 +241,45 @@ def program(
     return tuple(items)
 
 
-def unrolled(spans: Iterable[Span]) -> Iterator[Action]:
-    """Yield the actions of all ticks in order."""
+Pass = tuple[int, int, bool]  # chunk, micro-batch, whether it is a forward one
+
+
+def passes_of(spans: Iterable[Span]) -> Iterator[Pass]:
+    """Yield all passes in order."""
     for span in spans:
+        actions = [action for tick in span.ticks for action in tick if action.act in PASSES]
         for index in range(span.times):
-            for action in itertools.chain(*span.ticks):
-                yield moved(action, index * span.step)
+            for action in actions:
+                yield _pass(action, index * span.step)
 
 
-def with_variants(
-    spans: Iterable[Span], number_of: Callable[[Action], int]
-) -> tuple[Span, ...]:
-    """Return spans whose passes have these variants; repeats with others are spans apart."""
+def _pass(action: Action, microbatches: int) -> Pass:
+    return action.chunk, action.microbatch + microbatches, action.act is Act.FORWARD
 
-    def numbered(tick: Tick, microbatches: int) -> Tick:
-        actions = (moved(action, microbatches) for action in tick)
-        return tuple(
-            replace(action, variant=number_of(action)) if action.act in PASSES else action
-            for action in actions
-        )
 
-    numbered_spans: list[Span] = []
+def with_variants(spans: Iterable[Span], number_of: Callable[[Pass], int]) -> Iterator[Span]:
+    """Yield spans whose passes have these variants; repeats with others are spans apart."""
     for span in spans:
-        own: list[Span] = []
-        for index in range(span.times):
-            ticks = tuple(numbered(tick, index * span.step) for tick in span.ticks)
-            last = own[-1] if own else None
-            distance = last.times * span.step if last else 0
-            if last and ticks == tuple(
-                tuple(moved(action, distance) for action in tick) for tick in last.ticks
-            ):
-                own[-1] = replace(last, times=last.times + 1)
-            else:
-                own.append(replace(span, ticks=ticks, times=1))
-        numbered_spans += own
-    return tuple(numbered_spans)
+        actions = [action for tick in span.ticks for action in tick if action.act in PASSES]
+        numbers = [
+            tuple(number_of(_pass(action, index * span.step)) for action in actions)
+            for index in range(span.times)
+        ]
+        for variants, repeats in itertools.groupby(range(span.times), numbers.__getitem__):
+            first, *others = repeats
+            ticks = tuple(
+                tuple(moved(action, first * span.step) for action in tick)
+                for tick in span.ticks
+            )
+            left = iter(variants)
+            ticks = tuple(
+                tuple(
+                    replace(action, variant=next(left)) if action.act in PASSES else action
+                    for action in tick
+                )
+                for tick in ticks
+            )
+            yield replace(span, ticks=ticks, times=1 + len(others))
 
 
 def schedule(

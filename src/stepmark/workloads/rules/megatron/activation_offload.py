@@ -24,7 +24,7 @@ from stepmark.model.ops import Phase
 from stepmark.step.host_memory import host_copy
 from stepmark.step.module import Module
 from stepmark.step.workload import COMPUTE, ComputeOp
-from stepmark.workloads.pipeline import wait
+from stepmark.workloads.pipeline import Pass, wait
 from stepmark.workloads.rules.megatron.narrow import has_fp8_attention
 from stepmark.workloads.rules.megatron.saved_tensors import saved_bytes
 from stepmark.workloads.rules.megatron.settings import AttentionBackend, Granularity
@@ -205,7 +205,7 @@ Reloads = tuple[Reload, ...]  # of a layer, backward
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassCopies:
     """Copies of a chunk's pass over a micro-batch, by its layers in forward order.
 
     back: with how many copies to the host to go back to the last one of the same micro-batch;
@@ -272,13 +272,13 @@ Place = tuple[int, int]  # chunk, micro-batch
 class StageCopies:
     """Copies of a stage's passes in the order in which they run.
 
-    groups: of each chunk's layers. order: (chunk, micro-batch, whether it is a forward pass).
+    groups: of each chunk's layers. order: all passes, or enough of them.
     """
 
     def __init__(
         self,
         groups: Sequence[Sequence[Sequence[Group]]],
-        order: Iterable[tuple[int, int, bool]],
+        order: Iterable[Pass],
     ) -> None:
         self._groups = groups
         self._events = [
@@ -302,7 +302,7 @@ class StageCopies:
         self._reloads: dict[tuple[object, ...], tuple[tuple[Reloads, ...], int]] = {}
         self._excluded = self._find_excluded()
         self.host_bytes = 0  # at most at one time
-        self.passes: dict[tuple[int, int, bool], Pass] = {}
+        self.passes: dict[Pass, PassCopies] = {}
         on_host = 0
         for chunk, microbatch, is_forward in passes:
             copies_of = self._forward if is_forward else self._back
@@ -331,7 +331,7 @@ class StageCopies:
         places = (self._backward[index] for index in later)
         return next((each for each in places if not name or name in self._names[each[0]]), None)
 
-    def _forward(self, place: Place) -> Pass:
+    def _forward(self, place: Place) -> PassCopies:
         chunk, _ = place
         excluded = self._excluded.get(place, ())
         resident = tuple(
@@ -343,7 +343,7 @@ class StageCopies:
         stack = [(number, group) for number, own in enumerate(sends) for group in own]
         self._num_sent += sum(group.copied > 0 for _, group in stack)
         self._on_host[place] = _OnHost(chunk, resident, stack, self._num_sent)
-        return Pass(sends=sends)
+        return PassCopies(sends=sends)
 
     def _sent(self, chunk: int, resident: Sequence[str]) -> tuple[Sends, ...]:
         """Return the groups of each layer that are sent, in the order in which they end.
@@ -358,7 +358,7 @@ class StageCopies:
                 sends[event.unit].append(event.group)
         return tuple(map(tuple, sends))
 
-    def _back(self, place: Place) -> Pass:
+    def _back(self, place: Place) -> PassCopies:
         own = self._on_host.pop(place)
         if self._names[place[0]]:
             self._begun = self._backward.index(place, self._begun) + 1
@@ -372,7 +372,7 @@ class StageCopies:
         if behind is not None:
             behind.loaded += (behind.stack.pop() for _ in range(num_loaded))
         back = self._num_sent - own.num_sent if own.has_copies else None
-        return Pass(reloads=reloads, back=back)
+        return PassCopies(reloads=reloads, back=back)
 
     def _reloaded(
         self, own: _OnHost, behind: _OnHost | None

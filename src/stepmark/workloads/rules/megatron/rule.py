@@ -12,6 +12,7 @@ gradient like any other.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.ops import Phase
@@ -25,18 +26,19 @@ from stepmark.workloads.pipeline import (
     WITH_NEXT_STAGE,
     Act,
     Action,
+    Pass,
     Pipeline,
     Span,
     Tick,
+    passes_of,
     program,
     schedule,
-    unrolled,
     wait,
     with_variants,
 )
 from stepmark.workloads.rules.megatron import activation_offload, cpu_offload, gradients, muon
 from stepmark.workloads.rules.megatron.activation_offload import (
-    Pass,
+    PassCopies,
     Reloads,
     Sends,
     StageCopies,
@@ -248,8 +250,10 @@ class _StageBuilder:
         self.kinds = kinds
         self.host_bytes = 0
         # By chunk, direction and copies of its layers the number of a pass's block.
-        self.copies: dict[tuple[int, bool, Pass], int] = {}
-        self.variants: list[tuple[str, int | None]] = [("", None)]  # suffix of block, Pass.back
+        self.copies: dict[tuple[int, bool, PassCopies], int] = {}
+        self.variants: list[tuple[str, int | None]] = [
+            ("", None)
+        ]  # suffix of block, PassCopies.back
 
     def build(self) -> Stage:
         plan = self.plan
@@ -302,21 +306,19 @@ class _StageBuilder:
     def with_copies(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
         """Return spans whose passes have the numbers of their copies to and from the host."""
         groups = [[self.library.groups[kind] for kind in own] for own in self.kinds]
-        actions = (act for act in unrolled(spans) if act.act in (Act.FORWARD, Act.BACKWARD))
-        order = ((act.chunk, act.microbatch, act.act is Act.FORWARD) for act in actions)
-        copies = StageCopies(groups, order)
+        copies = StageCopies(groups, passes_of(spans))
         self.host_bytes = copies.host_bytes
 
-        def number_of(action: Action) -> int:
-            is_forward = action.act is Act.FORWARD
-            own = copies.passes[action.chunk, action.microbatch, is_forward]
-            key = (action.chunk, is_forward, replace(own, back=None))
+        def number_of(place: Pass) -> int:
+            chunk, _, is_forward = place
+            own = copies.passes[place]
+            key = (chunk, is_forward, replace(own, back=None))
             variant = (f".{self.copies.setdefault(key, len(self.copies))}", own.back)
             if variant not in self.variants:
                 self.variants.append(variant)
             return self.variants.index(variant)
 
-        return with_variants(spans, number_of)
+        return tuple(with_variants(spans, cache(number_of)))
 
     def passes(self) -> None:
         """Add forward and backward blocks of the chunks, and those of the step's edges."""
