@@ -148,6 +148,11 @@ def test_yaml_of_functional_tests(tmp_path: Path) -> None:
         ("--num-query-groups 2", "num_kv_heads", None),  # only with --group-query-attention
         ("--recompute-activations", "recompute_granularity", "selective"),
         ("--recompute-modules core_attn mlp", "recompute_modules", "core_attn,mlp"),
+        (
+            "--fine-grained-activation-offloading --offload-modules core_attn attn_proj",
+            "offload_modules",
+            "core_attn,attn_proj",
+        ),
         ("--num-experts 8 --moe-layer-freq ([0]*1+[1]*3)", "dense_layers", "1"),
         ("--num-experts 8 --moe-layer-freq 1", "dense_layers", "0"),
         ("--num-experts 8", "moe_token_dispatcher_type", "allgather"),
@@ -202,6 +207,7 @@ def test_defaults_are_those_of_megatron(tmp_path: Path) -> None:
         ),
         ("--optimizer sgd", "optimizer sgd is invalid: it must be"),
         ("--use-megatron-fsdp", "use-megatron-fsdp"),
+        ("--cpu-offloading-num-layers 2", "depends on the version of TransformerEngine"),
         ("--num-experts 8 --moe-layer-freq ([1]*1+[0]*3)", "moe-layer-freq"),
         ("--num-experts 8 --moe-layer-freq __import__('os')", "moe-layer-freq"),
         ("--num-layers-per-virtual-pipeline-stage 3", "num-layers-per-virtual-pipeline-stage"),

@@ -57,6 +57,16 @@ def test_recipes_are_those_of_megatron_bridge(
     assert {name: file.options.get(name) for name in options} == options
 
 
+def test_modules_to_offload_are_a_list(tmp_path: Path) -> None:
+    model = MODEL | {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn", "attn_proj"],
+    }
+    file = read(BRIDGE | {"model": model}, tmp_path)
+    assert file.options["fine_grained_activation_offloading"] == "True"
+    assert file.options["offload_modules"] == "core_attn,attn_proj"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

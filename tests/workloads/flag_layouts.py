@@ -22,6 +22,11 @@ ACCOUNTS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
+OFFLOADED = {
+    "fine_grained_activation_offloading": True,
+    "offload_modules": "core_attn",
+    "min_offloaded_tensor_size": 1,
+}
 BLOCKS = {"recompute": "blocks", "recompute_every": 3}
 
 # By framework: jobs, of which each setting changes at least one.
@@ -72,6 +77,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE
         | {"world_size": 8, "gbs": 8, "use_precision_aware_optimizer": True}
         | {**SHARDED, "optimizer_cpu_offload": True},
+        DENSE | {"world_size": 8, "pp": 2, "gbs": 32} | OFFLOADED,
     ],
     "deepspeed": [
         SHALLOW | {"world_size": 4, "stage3_prefetch_bucket_size": 10_000} | STAGE3,
@@ -155,6 +161,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "reshard_after_forward": ("no", "2"),
     "recompute_modules": ("mlp",),
     "recompute_method": ("block",),
+    "offload_modules": ("core_attn,attn_proj",),
+    "min_offloaded_tensor_size": (1500,),
     "grad_accum_dtype": ("fp32",),
     "communication_data_type": ("fp32",),
     "arch_embedding_size": ("8-6",),

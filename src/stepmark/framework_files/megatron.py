@@ -16,7 +16,8 @@ from stepmark.ground.errors import ConfigError
 _MLA = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 _MLA_DEFAULTS = ("0", "32", "128", "64", "128")
 _PER_NODE = 8
-_LISTS = ("recompute-modules", "hierarchical-context-parallel-sizes")  # with spaces
+# With spaces.
+_LISTS = ("recompute-modules", "offload-modules", "hierarchical-context-parallel-sizes")
 _WITHOUT_TABLE = ("mrope", "none")  # of positions, as rotary ones
 
 # Arguments that set another one, in the order of validate_args: the later one wins.

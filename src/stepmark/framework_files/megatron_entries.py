@@ -69,7 +69,7 @@ _SETTINGS = {
         *("ddp-bucket-size", "moe-expert-capacity-factor", "moe-aux-loss-coeff"),
         *("recompute-modules", "recompute-num-layers", "muon-num-ns-steps"),
         *("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"),
-        "optimizer-offload-fraction",
+        *("optimizer-offload-fraction", "offload-modules", "min-offloaded-tensor-size"),
         *("num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16"),
     ),
     **switches(
@@ -82,7 +82,7 @@ _SETTINGS = {
         *("moe-shared-expert-overlap", "cross-entropy-loss-fusion", "fp8-param-gather"),
         *("calculate-per-token-loss", "first-last-layers-bf16", "muon-use-nesterov"),
         *("use-precision-aware-optimizer", "optimizer-cpu-offload"),
-        "overlap-cpu-optimizer-d2h-h2d",
+        *("overlap-cpu-optimizer-d2h-h2d", "fine-grained-activation-offloading"),
     ),
     "num-virtual-stages-per-pipeline-rank": Entry(
         option="virtual_pipeline_model_parallel_size"
@@ -315,22 +315,19 @@ _WITHOUT_EFFECT = {
     **without_effect(
         "only with an option that is off",
         """
-        activation-offload-fraction cpu-offloading-retain-pinned-cpu-buffers
-        cuda-graph-modules cuda-graph-scope cuda-graph-warmup-steps
-        data-parallel-sharding-strategy delay-offload-until-cuda-graph
-        delta-offload-bytes-across-pp-ranks enable-full-sharding-in-hsdp
-        fine-grained-offloading-max-inflight-offloads flash-attention-version
+        cpu-offloading-retain-pinned-cpu-buffers cuda-graph-modules cuda-graph-scope
+        cuda-graph-warmup-steps data-parallel-sharding-strategy enable-full-sharding-in-hsdp
+        flash-attention-version
         fp8-amax-compute-algo fp8-amax-history-len fp8-interval fp8-margin
         fsdp-db-use-persist-buf-on-alloc-fail fsdp-double-buffer fsdp-manual-registration
         gtp-expert-remat-nccl-ub gtp-remat-nccl-ub gtp-remat-opt-in-modules
         gtp-remat-reduce-scatter-with-fp32-accumulation max-seqlen-per-dp-cp-rank
         megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-grad-comm-dtype
         megatron-fsdp-main-grads-dtype megatron-fsdp-main-params-dtype
-        megatron-fsdp-max-pool-double-buffer megatron-fsdp-version min-offloaded-tensor-size
+        megatron-fsdp-max-pool-double-buffer megatron-fsdp-version
         moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda
         moe-paged-stash-page-size mtp-detach-heads mtp-hsm mtp-hybrid-override-pattern
         mtp-loss-scaling-factor mtp-standalone mtp-use-repeated-layer
-        offload-modules
         outer-dp-sharding-strategy
         qk-clip-alpha qk-clip-threshold sharp-enabled-group
         suggested-communication-unit-size torch-fsdp2-no-reshard-after-forward
@@ -496,6 +493,13 @@ _UNMODELLED = {
     **unmodelled("gradients are clipped by their norm", "no-clip-grad"),
     **unmodelled("the file names none, and counts as arguments of pretrain_gpt.py", "program"),
     "timing-log-level": Entry(unmodelled="no barriers are timed", off=("1",)),
+    **unmodelled(
+        "activations are offloaded as in core_v0.16.1, without this argument",
+        """
+        activation-offload-fraction delay-offload-until-cuda-graph
+        delta-offload-bytes-across-pp-ranks fine-grained-offloading-max-inflight-offloads
+        """,
+    ),
     **unmodelled("copies are of pinned memory", "no-pin-cpu-grads no-pin-cpu-params"),
     **unmodelled("Muon's products are in bf16", "muon-fp32-matmul-prec", "medium"),
     **unmodelled("Muon's iterations are quintic", "muon-coefficient-type", "quintic"),
@@ -550,7 +554,6 @@ _REFUSED = {
     **refused(
         "left out: it is not modelled",
         """
-        cpu-offloading-num-layers fine-grained-activation-offloading
         fp4-quantizer-factory fp8-quantizer-factory freeze-all-layers
         hybrid-context-parallel kitchen-config-file
         kitchen-recipe-number logits-load-dir logits-save-dir moe-combine-bwd-dtype
@@ -558,6 +561,12 @@ _REFUSED = {
         te-precision-config-file use-kitchen-attention
         use-megatron-fsdp use-torch-fsdp2 spec
         """,
+    ),
+    **refused(
+        "0: what is copied, and when, depends on the version of TransformerEngine (2.10); use"
+        " --fine-grained-activation-offloading",
+        "cpu-offloading-num-layers",
+        "0",
     ),
     **refused(
         "1, as weights are not gathered over more ranks",

@@ -9,7 +9,7 @@
 - costs.py, comm.py, contention.py: costs of operations and messages.
 - factors.py, anchored_steps.py, anchor_fit.py: factors on costs, fitted to measured steps.
 - step.py, power.py: a step in a fixed point with its clock.
-- interval.py, sheet_errors.py: its interval, by errors of other predictions.
+- interval.py, calibrated_errors.py, sheet_errors.py: its interval, by errors of others.
 - simulation.py, step_events.py, free_steps.py: simulate the stages.
 - program.py, works.py, regions.py, compiler.py: what of a workload they simulate.
 - stage_times.py: when each operation runs, and the lines that it adds to.

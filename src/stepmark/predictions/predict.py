@@ -28,7 +28,7 @@ from stepmark.predictions.prediction import Prediction
 from stepmark.predictions.prediction_notes import first_few, notes_of
 from stepmark.predictions.prediction_page import page
 from stepmark.predictions.simulation import simulate
-from stepmark.predictions.step import at_clock, fitted_factor, total
+from stepmark.predictions.step import at_clock, fitted_factor, offload_share, total
 from stepmark.predictions.training_run import TrainingRun, show_tokens, training_run
 from stepmark.step.workload import CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.store.view import print_text
@@ -219,6 +219,7 @@ def _of_inputs(inputs: Inputs) -> Prediction:
         sources=computed.sources,
         comm_sources=comm.sources,
         unknown=computed.unknown,
+        offload_share=offload_share(issued, costs, workload.groups),
         spans_hosts=spans_hosts,
     )
     return replace(prediction, notes=(*notes_of(prediction), *inputs.notes))

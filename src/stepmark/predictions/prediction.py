@@ -55,8 +55,9 @@ class Prediction:
     """A predicted step of every pipeline stage.
 
     clock: and power; None where none was measured. sources, comm_sources: seconds of compute by
-    origin, and that of messages by collective. unknown: as of Total. spans_hosts: ranks of
-    several hosts communicate by the costs of one. interval: None where no errors of
+    origin, and that of messages by collective. unknown: as of Total.
+    offload_share: of copies to the host in forward passes. spans_hosts: ranks of several hosts
+    communicate by the costs of one. interval: None where no errors of
     predictions like it are known. anchored: of anchors. notes: how far it is to be trusted.
     run, measured: what --tokens and --measured ask for.
     """
@@ -67,6 +68,7 @@ class Prediction:
     sources: Mapping[Source, float] = field(default_factory=dict)
     comm_sources: Mapping[str, Source] = field(default_factory=dict)
     unknown: Mapping[str, bool] = field(default_factory=dict)
+    offload_share: float = 0.0
     spans_hosts: bool = False
     interval: Interval | None = None
     anchored: Anchored | None = None

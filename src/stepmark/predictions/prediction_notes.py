@@ -38,6 +38,12 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
         f"of the file: {note}" for note in of_file if note not in (*assumed, *unmodelled)
     )
     yield from _unknown_notes(prediction.unknown)
+    if prediction.offload_share > 1:
+        yield (
+            "memory is more than estimated: copies of activations to the host take"
+            f" {prediction.offload_share:.2f} times as long as the forward passes, and what"
+            " waits for them stays on the device"
+        )
     yield from _source_notes(prediction)
     if file and inputs.times_of_file:
         yield file.note(has_messages=not inputs.sends_by_network)

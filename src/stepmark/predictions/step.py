@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
+from stepmark.model.ops import HostCopy, Phase
 from stepmark.predictions.power import (
     clock_factors,
     for_products,
@@ -14,7 +15,15 @@ from stepmark.predictions.power import (
     slowdown_of,
 )
 from stepmark.predictions.simulation import SteadyStep, simulate
-from stepmark.step.workload import ComputeOp, Kernel, Operation, Workload
+from stepmark.step.workload import (
+    COMPUTE,
+    CommOp,
+    ComputeOp,
+    Group,
+    Kernel,
+    Operation,
+    Workload,
+)
 from stepmark.timeline.ledger import Work, work_of_op
 from stepmark.timeline.step_cost import Costs, OpCost, PowerModel, Source
 
@@ -198,3 +207,25 @@ def total(issued: Mapping[Operation, int], costs: Costs) -> Total:
         product_flops_per_s=flops / product_s if product_s else None,
         unknown={name: known == {False} for name, known in has_cost.items() if False in known},
     )
+
+
+def offload_share(
+    issued: Mapping[Operation, int], costs: Costs, groups: Mapping[str, Group]
+) -> float:
+    """Return the time of copies of activations to the host as a share of forward passes' time.
+
+    Transfers between stages do not count. issued, groups: as of Workload.
+    """
+    forward = [
+        (op, n) for op, n in issued.items() if op.phase is Phase.FWD and not op.recompute
+    ]
+    computed = [(op, n) for op, n in forward if isinstance(op, ComputeOp)]
+    copies = [(op, n) for op, n in computed if isinstance(op.op, HostCopy)]
+    if not copies:
+        return 0.0
+    copies_s = sum(n * costs.compute(op).total_s for op, n in copies)
+    forward_s = sum(n * costs.compute(op).total_s for op, n in computed) - copies_s
+    for op, n in forward:
+        if isinstance(op, CommOp) and op.stream == COMPUTE and op.peer is None:
+            forward_s += n * costs.comm(op, groups[op.group])
+    return copies_s / forward_s if forward_s else 0.0

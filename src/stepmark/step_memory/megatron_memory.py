@@ -18,12 +18,13 @@ sequence parallelism, its sum is that of Korthikanti et al. (arXiv:2205.05198, e
 (34 s b h + 5 a s^2 b) / t with stored scores and dropout, 32 s b h / t with neither.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stepmark.ground.dtypes import DType
-from stepmark.step.fp8_attention import saved_bytes
 from stepmark.step.module import Module
 from stepmark.step_memory.rank_memory import (
     ChunkMemory,
@@ -38,23 +39,23 @@ from stepmark.workloads.rules.megatron import (
     cpu_offload,
     gradients,
     muon,
-    narrow,
 )
+from stepmark.workloads.rules.megatron.activation_offload import StageCopies
 from stepmark.workloads.rules.megatron.chunk import (
     Kind,
+    groups_in,
     kinds_of,
     params_of,
     plan_of,
     selected,
 )
 from stepmark.workloads.rules.megatron.plan import Plan, make_plan
+from stepmark.workloads.rules.megatron.saved_tensors import saved_bytes
 from stepmark.workloads.rules.megatron.settings import Granularity, Megatron
 from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
 
 _FP32 = DType.FP32.itemsize
 _MOMENTS = 2
-# Their input is a norm's output, whose rows sequence parallelism divides.
-_UP_PROJECTIONS = ("attention.q_up", "attention.kv_up")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,12 @@ def _stage(
     state["gradients_bytes"] += (
         layers.others.grad_bytes * state["weights_bytes"] // plan.job.dtype.itemsize
     )
-    peak = fullest(passes(pipeline, stage), [layers.chunk(chunk) for chunk in chunks])
+    memories = [layers.chunk(chunk) for chunk in chunks]
+    order = passes(pipeline, stage)
+    if plan.settings.offload_words:
+        peak = fullest(*_offloaded(layers, order, chunks, memories))
+    else:
+        peak = fullest(order, memories)
     updated = adam_states.temporary_bytes(plan) * (
         state["optimizer_bytes"] // adam_states.state_bytes(plan)
     )
@@ -113,6 +119,41 @@ def _stage(
         **{f"{name}_bytes": size for name, size in peak.items()},
         reserved_bytes=with_fragments(sum(state.values()), gathered + sum(peak.values())),
     )
+
+
+def _offloaded(
+    layers: "_Layers",
+    order: Iterable[tuple[int, bool]],
+    chunks: Sequence[Chunk],
+    memories: Sequence[ChunkMemory],
+) -> tuple[list[tuple[int, bool]], list[ChunkMemory]]:
+    """Return passes and their memory with what they leave on the device.
+
+    On its way is at most what a layer copies, which it has in its own backward pass, and one
+    group that the layer before needs next. The stage keeps what it received for the backward
+    pass, which a fused norm's copy does not release.
+    """
+    plan = layers.plan
+    groups = [[groups_in(plan, layers.kinds[unit]) for unit in chunk.units] for chunk in chunks]
+    counts = Counter[tuple[int, bool]]()
+    places: list[tuple[int, int, bool]] = []
+    for chunk, is_forward in order:
+        places.append((chunk, counts[chunk, is_forward], is_forward))
+        counts[chunk, is_forward] += 1
+    copies = StageCopies(groups, places)
+    by_pass: list[ChunkMemory] = []
+    for number, microbatch, _ in places:
+        units = copies.passes[number, microbatch, True].sends
+        sizes = [[group.copied for group in unit] for unit in units]
+        saved = memories[number].saved - sum(group.freed for unit in units for group in unit)
+        is_received = plan.job.parallel.pp > 1 and not chunks[number].has_embedding
+        if is_received and plan.model.mla is None:
+            first = itertools.chain(*units[:1])
+            norms = (group for group in first if group.name == "qkv_linear" and group.freed)
+            saved += sum(layers.rows for _ in norms)
+        copied = max(map(sum, sizes), default=0) + max(itertools.chain(*sizes), default=0)
+        by_pass.append(replace(memories[number], saved=saved, copied=copied))
+    return [(index, place[2]) for index, place in enumerate(places)], by_pass
 
 
 def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict[str, int]:
@@ -276,7 +317,7 @@ def _layer(plan: Plan, kind: Kind) -> _Layer:
     saved = dropped = 0
     before = ""  # group of the module before
     for leaf in leaves:
-        size = _saved_bytes(plan, leaf)
+        size = saved_bytes(plan, leaf)
         group = groups.get(leaf.role, "")
         # A checkpoint keeps the input of its first module; without output, the next module's
         # input is what is dropped.
@@ -303,50 +344,3 @@ def _working(plan: Plan, leaf: Module) -> int:
 
 # Checkpoints that free their output: that is the input which the next module keeps.
 _WITHOUT_OUTPUT = ("layernorm", "moe_act", "mla_up_proj")
-
-
-def _saved_bytes(plan: Plan, leaf: Module) -> int:
-    """Return the bytes that a module keeps of a micro-batch.
-
-    A product keeps its input for the gradient of its weight, in its own type; attention keeps
-    its output for itself, too. A frozen one without an adapter keeps nothing.
-    """
-    model = plan.model
-    keeps = leaf.keeps
-    itemsize = plan.job.dtype.itemsize
-    part = plan.tokens / plan.tp
-    divided = keeps.divided
-    param = next(iter(leaf.params), None)
-    is_own = leaf.role in _UP_PROJECTIONS or (param is not None and param.is_partial)
-    rows = plan.own_tokens if is_own else part
-    if leaf.role == "attention.core":
-        # Keys and values of other ranks of cp are not saved; tp ranks share heads they repeat.
-        others = plan.job.parallel.cp - 1
-        repeated = 0 if model.mla else max(0, plan.tp - model.num_kv_heads)
-        divided -= (others * model.num_kv_heads - repeated) * (model.d_qk + model.d_v)
-    elif param is not None and param.is_expert and divided:
-        assert model.moe is not None
-        rows = plan.expert_rows * plan.etp / model.moe.top_k
-        divided = model.moe.top_k * model.hidden_size
-        if leaf.role.endswith("down"):
-            divided = model.moe.top_k * param.shape[-1]
-    elif leaf.role == "mlp.experts_activation":
-        assert model.moe is not None
-        rows = plan.expert_rows / model.moe.top_k
-    statistics = int(_FP32 * keeps.statistics * (plan.own_tokens if is_own else part))
-    statistics += keeps.masks * plan.own_tokens + int(keeps.divided_masks * part)
-    numel = int(keeps.whole * plan.own_tokens + divided * rows)
-    products = plan.job.products
-    if leaf.role == "attention.core" and products is not None and products.attention:
-        output = int(model.num_heads * model.d_v * part)
-        return saved_bytes(numel, output, products.attention) + statistics
-    if not (leaf.is_linear or (param is not None and param.is_expert)):
-        return itemsize * numel + statistics
-    # Attention in bf16 keeps its output itself, as well as the product its cast.
-    is_shared = leaf.role == "attention.out" and not (products and products.attention)
-    output = itemsize * numel if is_shared else 0
-    if not (leaf.inside or any(each.is_trained for each in leaf.params)):
-        return output
-    if products is not None and narrow.is_narrow(leaf):
-        return output + products.gathered_bytes(numel)
-    return itemsize * numel

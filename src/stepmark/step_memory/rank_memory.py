@@ -48,12 +48,14 @@ class ChunkMemory:
     """Bytes of one model chunk's passes over a micro-batch.
 
     saved: from its forward pass to its backward pass. working: more in its backward pass.
-    head: more for logits and loss, in either pass; 0: it has none.
+    head: more for logits and loss, in either pass; 0: it has none. copied: more in either pass,
+    which is on its way to the host or back.
     """
 
     saved: int
     working: int
     head: int = 0
+    copied: int = 0
 
 
 def fullest(
@@ -69,6 +71,7 @@ def fullest(
         chunk = chunks[number]
         saved += chunk.saved if is_forward else 0
         working = 0 if is_forward else max(0, chunk.working - chunk.head)
+        working += chunk.copied
         if saved + working + chunk.head > sum(most):
             most = saved, working, chunk.head
         saved -= 0 if is_forward else chunk.saved

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from stepmark.model.kernel_groups import group_of
-from stepmark.model.ops import Attention, Bmm, CrossEntropy, Gemm, GroupedGemm, Phase
+from stepmark.model.ops import Attention, Bmm, CrossEntropy, Gemm, GroupedGemm, HostCopy, Phase
 from stepmark.step.trace_ops import OpKey
 from stepmark.step.workload import ComputeOp, Kernel
 
@@ -81,6 +81,8 @@ def work_of_op(op: ComputeOp) -> Work:
         return Work.MATMUL
     if isinstance(op.op, Attention):
         return Work.ATTENTION
+    if isinstance(op.op, HostCopy):
+        return Work.COPY
     is_loss = isinstance(op.op, CrossEntropy) or op.module == "loss"
     return Work.LOSS if is_loss else Work.ELEMENTWISE
 

@@ -241,8 +241,7 @@ def _measure(
 
     def steady() -> None:
         with no_collection():
-            soak_s, most_s = _soak_s(case, how, end_s)
-            work.soak(soak_s, most_s, sampler.temperature_c)
+            work.soak(*_soak_s(case, how, end_s), sampler.temperature_c)
             with sampler:
                 work.run(_num_steady(case, how), end_s, how.steady_s)
 

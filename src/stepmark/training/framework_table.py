@@ -72,7 +72,7 @@ OWN_WAY = (
     *("stage3_prefetch_bucket_size", "muon_tp_mode", "muon_num_ns_steps", "muon_split_qkv"),
     *("muon_use_nesterov", "use_precision_aware_optimizer", "main_grads_dtype"),
     *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_offload_fraction"),
-    "overlap_cpu_optimizer_d2h_h2d",
+    *("overlap_cpu_optimizer_d2h_h2d", "offload_modules", "min_offloaded_tensor_size"),
 )
 # Options that are refused, the values that pass, and what `train` has instead.
 REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -83,6 +83,10 @@ REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     **dict.fromkeys(
         ("fp8_dot_product_attention", "fp8_multi_head_attention"),
         ((FALSE,), "false: train has no attention in FP8"),
+    ),
+    "fine_grained_activation_offloading": (
+        (FALSE,),
+        "false: train keeps what its modules save on the device",
     ),
     "optimizer_cpu_offload": (
         (FALSE,),

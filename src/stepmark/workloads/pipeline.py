@@ -10,6 +10,7 @@ p2p_communication.py: _batched_p2p_ops, _p2p_ops). The wait for an overlapped se
 next one was issued is left out: the send is long done by then.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -61,7 +62,8 @@ class Act(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """edge: a chunk's first forward or last backward of the step.
+    """edge: a chunk's first forward or last backward of the step. variant: of a pass, by the
+    rules' own numbers.
 
     backward_chunk, backward_microbatch: of a combined action, whose others are the forward's.
     """
@@ -70,6 +72,7 @@ class Action:
     chunk: int = 0
     microbatch: int = 0
     edge: bool = False
+    variant: int = 0
     fused: bool = False  # in one call with the transfer before it
     after: tuple[str, ...] = ()
     backward_chunk: int = 0
@@ -194,6 +197,7 @@ def program(
     lower: returns an action's items; its micro-batch is relative to its tick's first one.
     """
     names: dict[Tick, str] = {}
+    num_periods = 0
     items: list[Item] = []
     waiting: list[tuple[str, int, int]] = []  # block, first micro-batch, times
 
@@ -229,11 +233,53 @@ def program(
         items += flush()
         for tick in span.ticks:
             add(tick, 1)
-        name = f"{prefix}period"
+        name = f"{prefix}period{num_periods or ''}"
+        num_periods += 1
         blocks[name] = flush()
         items.append(Run(block=name, times=span.times, microbatch_step=span.step))
     items += flush()
     return tuple(items)
+
+
+Pass = tuple[int, int, bool]  # chunk, micro-batch, whether it is a forward one
+
+
+def passes_of(spans: Iterable[Span]) -> Iterator[Pass]:
+    """Yield all passes in order."""
+    for span in spans:
+        actions = [action for tick in span.ticks for action in tick if action.act in PASSES]
+        for index in range(span.times):
+            for action in actions:
+                yield _pass(action, index * span.step)
+
+
+def _pass(action: Action, microbatches: int) -> Pass:
+    return action.chunk, action.microbatch + microbatches, action.act is Act.FORWARD
+
+
+def with_variants(spans: Iterable[Span], number_of: Callable[[Pass], int]) -> Iterator[Span]:
+    """Yield spans whose passes have these variants; repeats with others are spans apart."""
+    for span in spans:
+        actions = [action for tick in span.ticks for action in tick if action.act in PASSES]
+        numbers = [
+            tuple(number_of(_pass(action, index * span.step)) for action in actions)
+            for index in range(span.times)
+        ]
+        for variants, repeats in itertools.groupby(range(span.times), numbers.__getitem__):
+            first, *others = repeats
+            ticks = tuple(
+                tuple(moved(action, first * span.step) for action in tick)
+                for tick in span.ticks
+            )
+            left = iter(variants)
+            ticks = tuple(
+                tuple(
+                    replace(action, variant=next(left)) if action.act in PASSES else action
+                    for action in tick
+                )
+                for tick in ticks
+            )
+            yield replace(span, ticks=ticks, times=1 + len(others))
 
 
 def schedule(

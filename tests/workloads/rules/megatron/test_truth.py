@@ -224,6 +224,10 @@ def test_all_ways_to_train_are_there() -> None:
         "optimizer_cpu_offload",
         "optimizer_offload_fraction",
         "overlap_cpu_optimizer_d2h_h2d",
+        # Copies, which send nothing; test_activation_offload.py compares their order.
+        "fine_grained_activation_offloading",
+        "offload_modules",
+        "min_offloaded_tensor_size",
         # TransformerEngine multiplies narrow types on GPUs.
         "fp8_format",
         "fp8_recipe",

@@ -23,6 +23,14 @@ from stepmark.step.kernel_choice import CORE
 from stepmark.step.workload import COMPUTE, Block, Operation, Run
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workloads.rules.megatron import gradients, narrow
+from stepmark.workloads.rules.megatron.activation_offload import (
+    Group,
+    Reloads,
+    Sends,
+    groups_of,
+    with_reloads,
+    with_sends,
+)
 from stepmark.workloads.rules.megatron.combined import order, pieces
 from stepmark.workloads.rules.megatron.gradients import (
     EMBEDDING,
@@ -94,6 +102,8 @@ class Library:
     plan: Plan
     blocks: dict[str, Block]
     operations: dict[str, tuple[Operation, ...]] = field(default_factory=dict)
+    steps: dict[Kind, tuple[Step, ...]] = field(default_factory=dict)
+    groups: dict[Kind, tuple[Group, ...]] = field(default_factory=dict)  # that are offloaded
     of_layer: dict[str, tuple[Param, ...]] = field(default_factory=dict)  # by kind
     num_scaled: dict[str, int] = field(default_factory=dict)  # narrow.num_scaled, by kind
     _changed: dict[tuple[str, tuple[tuple[int, Change], ...], tuple[str, ...]], str] = field(
@@ -102,6 +112,7 @@ class Library:
     _places: dict[tuple[str, bool], dict[tuple[str, int | None], int]] = field(
         default_factory=dict
     )
+    _offloaded: dict[tuple[str, Sends | Reloads], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -114,6 +125,8 @@ class Library:
             self.num_scaled[name] = narrow.num_scaled(own, block.walk())
             # The next token's embedding is looked up outside of the checkpoint.
             before = embedding(plan) if kind.is_mtp else ()
+            self.steps[kind] = (*before, *steps)
+            self.groups[kind] = groups_in(plan, kind)
             self.add(f"{name}.forward", forward((*before, *steps)))
             self.add(f"{name}.again", forward(steps, again=True))
             groups = selected(plan, [step.module for step in steps])
@@ -156,6 +169,31 @@ class Library:
         if name not in self.operations:
             self.operations[name] = with_compute_done(operations)
         return name
+
+    def forward_of(self, kind: Kind, sends: Sends) -> str:
+        """Return the block of a layer forward, with these copies to the host."""
+        name = f"{kind.name}.forward"
+        if not any(group.copied for group in sends):
+            return name
+        key = (name, sends)
+        if key not in self._offloaded:
+            operations = forward(with_sends(self.steps[kind], sends))
+            self._offloaded[key] = self.add(f"{name}.offload{len(self._offloaded)}", operations)
+        return self._offloaded[key]
+
+    def backward_of(self, kind: Kind, reloads: Reloads) -> str:
+        """Return the block of a layer backward, with these copies to the device."""
+        name = f"{kind.name}.backward"
+        if all(reload.is_idle for reload in reloads):
+            return name
+        key = (name, reloads)
+        if key not in self._offloaded:
+            steps = self.steps[kind]
+            recomputed = selected(self.plan, [step.module for step in steps])
+            copied = (*with_reloads(steps, self.groups[kind], reloads),)
+            operations = backward(copied, recomputed)
+            self._offloaded[key] = self.add(f"{name}.offload{len(self._offloaded)}", operations)
+        return self._offloaded[key]
 
     def runs(self, segments: Iterable[Segment]) -> Block:
         """Return Runs, equal segments in a row as one; add their blocks to the workload."""
@@ -269,6 +307,12 @@ def plan_of(plan: Plan, kind: Kind) -> Plan:
     return plan.in_bf16 if kind.is_bf16 else plan
 
 
+def groups_in(plan: Plan, kind: Kind) -> tuple[Group, ...]:
+    """Return the groups of saved tensors of a layer of this kind that are offloaded."""
+    own = plan_of(plan, kind)
+    return groups_of(own, own.tree.mtp() if kind.is_mtp else own.tree.block(kind.layer))
+
+
 def params_of(plan: Plan, kind: Kind) -> tuple[Param, ...]:
     """Return the parameters of a layer of this kind."""
     own = plan_of(plan, kind)
@@ -276,8 +320,13 @@ def params_of(plan: Plan, kind: Kind) -> tuple[Param, ...]:
     return gradients.mtp_params(own, layer) if kind.is_mtp else layer
 
 
-def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
-    """Return those of data, embedding, layers and head that the chunk has."""
+def forward_segments(
+    library: Library, chunk: Chunk, sends: Sequence[Sends] = ()
+) -> list[Segment]:
+    """Return those of data, embedding, layers and head that the chunk has.
+
+    sends: copies to the host of each layer; none: none of any.
+    """
     plan = library.plan
     segments: list[Segment] = []
     if chunk.has_embedding or chunk.has_head:
@@ -290,7 +339,11 @@ def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
         segments.append(Segment(block="embedding.forward", places=(EMBEDDING,)))
     kinds = kinds_of(plan)
     layers = [
-        Segment(block=f"{kinds[unit].name}.forward", layer=unit, places=places_of(chunk, place))
+        Segment(
+            block=library.forward_of(kinds[unit], sends[place] if sends else ()),
+            layer=unit,
+            places=places_of(chunk, place),
+        )
         for place, unit in enumerate(chunk.units)
     ]
     segments += _with_amax(library, chunk, layers[: chunk.num_layers], Phase.FWD)
@@ -312,12 +365,17 @@ def places_of(chunk: Chunk, place: int) -> tuple[int, ...]:
     return (place, EMBEDDING) if place >= chunk.num_layers else (place,)
 
 
-def backward_segments(library: Library, chunk: Chunk) -> list[Segment]:
-    """Return head, layers last to first, embedding; recomputed layers run forward first."""
+def backward_segments(
+    library: Library, chunk: Chunk, reloads: Sequence[Reloads] = ()
+) -> list[Segment]:
+    """Return head, layers last to first, embedding; recomputed layers run forward first.
+
+    reloads: copies to the device of each layer in forward order; none: none of any.
+    """
     segments: list[Segment] = []
     if chunk.has_head:
         segments.append(Segment(block="head.backward", places=(HEAD,)))
-    checkpoints = [*reversed(_checkpoints(library, chunk))]
+    checkpoints = [*reversed(_checkpoints(library, chunk, reloads))]
     segments += _with_amax(library, chunk, checkpoints, Phase.BWD)
     if chunk.has_embedding:
         segments.append(Segment(block="embedding.backward", places=(EMBEDDING,)))
@@ -350,7 +408,7 @@ def _with_amax(
         yield Segment(block=block)
 
 
-def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
+def _checkpoints(library: Library, chunk: Chunk, reloads: Sequence[Reloads]) -> list[Segment]:
     """Return layers in forward order; layers with a common checkpoint are one segment."""
     settings = library.plan.settings
     of_model = kinds_of(library.plan)
@@ -367,15 +425,17 @@ def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
     for first in range(0, len(kinds), step):
         group = kinds[first : first + step]
         recomputed = uniform or (full and first < size)
-        block = _together(library, group) if recomputed else f"{group[0].name}.backward"
+        own = reloads[first] if reloads else ()
+        block = _together(library, group) if recomputed else library.backward_of(group[0], own)
         places = tuple(range(first, first + step))
         segments.append(Segment(block=block, layer=chunk.first_layer + first, places=places))
     if _has_norm_apart(library.plan, chunk):
         segments.append(Segment(block="norm.backward", places=(NORM,)))
     # Each is a checkpoint of its own; "block" skips them (_checkpointed_forward).
-    block = f"mtp.{'full' if uniform else 'backward'}"
     for place in range(chunk.num_layers, len(chunk.units)):
         unit = chunk.units[place]
+        own = reloads[place] if reloads else ()
+        block = "mtp.full" if uniform else library.backward_of(of_model[unit], own)
         segments.append(Segment(block=block, layer=unit, places=places_of(chunk, place)))
     return segments
 

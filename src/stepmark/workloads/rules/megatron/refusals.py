@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Scaling
-from stepmark.workloads.rules.megatron import deepep
+from stepmark.workloads.rules.megatron import activation_offload, deepep
 from stepmark.workloads.rules.megatron.narrow import Fp8Format, Fp8Recipe, has_fp8_attention
 from stepmark.workloads.rules.megatron.settings import (
     STORED_SCORES,
@@ -28,6 +28,7 @@ def refusals(plan: "Plan") -> Iterator[_Refusal]:
     yield from _layout_refusals(plan)
     yield from _technique_refusals(plan)
     yield from deepep.refusals(plan)
+    yield from activation_offload.refusals(plan)
     yield from _imbalance_refusals(plan)
 
 

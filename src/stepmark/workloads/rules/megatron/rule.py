@@ -10,8 +10,9 @@ wait for the end of the backward pass; the embedding is trained, so the first la
 gradient like any other.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.ops import Phase
@@ -25,14 +26,23 @@ from stepmark.workloads.pipeline import (
     WITH_NEXT_STAGE,
     Act,
     Action,
+    Pass,
     Pipeline,
     Span,
     Tick,
+    passes_of,
     program,
     schedule,
     wait,
+    with_variants,
 )
-from stepmark.workloads.rules.megatron import cpu_offload, gradients, muon
+from stepmark.workloads.rules.megatron import activation_offload, cpu_offload, gradients, muon
+from stepmark.workloads.rules.megatron.activation_offload import (
+    PassCopies,
+    Reloads,
+    Sends,
+    StageCopies,
+)
 from stepmark.workloads.rules.megatron.chunk import (
     Library,
     Segment,
@@ -175,10 +185,13 @@ def workload(job: Job, settings: Megatron) -> Workload:
     pipeline = plan.pipeline
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
-    stages = [
-        _StageBuilder(pipeline, library, index, chunks).build()
+    builders = [
+        _StageBuilder(pipeline, library, index, chunks)
         for index, chunks in enumerate(chunks_by_stage)
     ]
+    stages = [builder.build() for builder in builders]
+    host_bytes = max(builder.host_bytes for builder in builders)
+    offload = (activation_offload.note(host_bytes),) if settings.offload_words else ()
     return Workload(
         name=job.model.name,
         rules="megatron",
@@ -200,7 +213,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
         groups=plan.comms.groups,
         blocks=blocks,
         stages=tuple(stages),
-        notes=(*notes, *notes_of(job, plan)),
+        notes=(*notes, *notes_of(job, plan), *offload),
     )
 
 
@@ -234,6 +247,13 @@ class _StageBuilder:
             is_last=index == pipeline.num_stages - 1,
             moe_layers=sum(kind.layer.has_experts for own in kinds for kind in own),
         )
+        self.kinds = kinds
+        self.host_bytes = 0
+        # By chunk, direction and copies of its layers the number of a pass's block.
+        self.copies: dict[tuple[int, bool, PassCopies], int] = {}
+        self.variants: list[tuple[str, int | None]] = [
+            ("", None)
+        ]  # suffix of block, PassCopies.back
 
     def build(self) -> Stage:
         plan = self.plan
@@ -242,6 +262,8 @@ class _StageBuilder:
         spans = schedule(
             self.pipeline, index, gathers=self.aligned_gathers, reduces=self.aligned_reduces
         )
+        if plan.settings.offload_words:
+            spans = self.with_copies(spans)
         self.passes()
         pipeline = self.pipeline
         blocking = pipeline.num_chunks > 1 and not pipeline.overlap
@@ -281,23 +303,50 @@ class _StageBuilder:
             and (self.pipeline.num_chunks > 1 or self.index > 0)
         )
 
+    def with_copies(self, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+        """Return spans whose passes have the numbers of their copies to and from the host."""
+        groups = [[self.library.groups[kind] for kind in own] for own in self.kinds]
+        copies = StageCopies(groups, passes_of(spans))
+        self.host_bytes = copies.host_bytes
+
+        def number_of(place: Pass) -> int:
+            chunk, _, is_forward = place
+            own = copies.passes[place]
+            key = (chunk, is_forward, replace(own, back=None))
+            variant = (f".{self.copies.setdefault(key, len(self.copies))}", own.back)
+            if variant not in self.variants:
+                self.variants.append(variant)
+            return self.variants.index(variant)
+
+        return tuple(with_variants(spans, cache(number_of)))
+
     def passes(self) -> None:
         """Add forward and backward blocks of the chunks, and those of the step's edges."""
-        settings = self.plan.settings
-        for number, chunk in enumerate(self.chunks):
-            forward = forward_segments(self.library, chunk)
-            backward = backward_segments(self.library, chunk)
-            self.put(f"forward{number}", forward)
-            self.put(f"backward{number}", backward)
-            if settings.overlap_param_gather and not self.aligned_gathers:
-                begun = self.index > 0 or number > 0
-                changed = first_forward(
-                    self.library, forward, self.params.buckets[number], begun=begun
-                )
-                self.put(f"forward{number}.first", changed)
-            if settings.overlap_grad_reduce and not self.aligned_reduces:
-                changed = last_backward(self.library, backward, self.params.buckets[number])
-                self.put(f"backward{number}.last", changed)
+        for number in range(len(self.chunks)):
+            if not self.copies:
+                self.forward_pass(number, (), "")
+                self.backward_pass(number, (), "")
+        for (number, is_forward, copies), block in self.copies.items():
+            if is_forward:
+                self.forward_pass(number, copies.sends, f".{block}")
+            else:
+                self.backward_pass(number, copies.reloads, f".{block}")
+
+    def forward_pass(self, number: int, sends: Sequence[Sends], suffix: str) -> None:
+        forward = forward_segments(self.library, self.chunks[number], sends)
+        self.put(f"forward{number}{suffix}", forward)
+        if self.plan.settings.overlap_param_gather and not self.aligned_gathers:
+            begun = self.index > 0 or number > 0
+            buckets = self.params.buckets[number]
+            changed = first_forward(self.library, forward, buckets, begun=begun)
+            self.put(f"forward{number}{suffix}.first", changed)
+
+    def backward_pass(self, number: int, reloads: Sequence[Reloads], suffix: str) -> None:
+        backward = backward_segments(self.library, self.chunks[number], reloads)
+        self.put(f"backward{number}{suffix}", backward)
+        if self.plan.settings.overlap_grad_reduce and not self.aligned_reduces:
+            changed = last_backward(self.library, backward, self.params.buckets[number])
+            self.put(f"backward{number}{suffix}.last", changed)
 
     def put(self, name: str, segments: list[Segment]) -> None:
         self.blocks[f"stage{self.index}.{name}"] = self.library.runs(segments)
@@ -324,11 +373,14 @@ class _StageBuilder:
                 return self.transfer(action)
 
     def run(self, action: Action) -> tuple[Item, ...]:
-        name = f"stage{self.index}.{action.act}{action.chunk}"
+        suffix, back = self.variants[action.variant]
+        name = f"stage{self.index}.{action.act}{action.chunk}{suffix}"
         edge = ".first" if action.act is Act.FORWARD else ".last"
         if action.edge and name + edge in self.blocks:
             name += edge
         run = Run(block=name, microbatch=action.microbatch)
+        if back is not None:
+            return (activation_offload.awaits_sent(back), run)
         if not (action.edge and action.act is Act.FORWARD and self.aligned_gathers):
             return (run,)
         names = self.in_flight(replace(action, act=Act.GATHER))

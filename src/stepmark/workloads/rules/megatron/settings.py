@@ -130,6 +130,7 @@ class AttentionBackend(StrEnum):
 STORED_SCORES = (AttentionBackend.UNFUSED, AttentionBackend.LOCAL)
 _STORED = {"attention_backend": STORED_SCORES}
 _OFFLOADED = {"optimizer_cpu_offload": (True,)}
+_ACTIVATIONS = {"fine_grained_activation_offloading": (True,)}
 _AWARE = {"use_precision_aware_optimizer": (True,)}
 _MUON = {"optimizer": (MegatronOptimizer.MUON, MegatronOptimizer.DIST_MUON)}
 _FLEX = {"moe_token_dispatcher_type": (Dispatcher.FLEX,)}
@@ -141,6 +142,15 @@ RECOMPUTE_MODULES = (
     "moe",
     "moe_act",
     "shared_experts",
+)
+OFFLOAD_MODULES = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
 )
 # Linear layers by Megatron-Bridge's names, and what step/lora.py calls them.
 LORA_TARGETS = {
@@ -285,6 +295,15 @@ class Megatron:
     recompute_num_layers: int = setting(
         1, "with full: layers per checkpoint (uniform), or recomputed per chunk (block)"
     )
+    fine_grained_activation_offloading: bool = setting(
+        False, "copy what offload-modules save to the host until the backward pass"
+    )
+    offload_modules: str = setting(
+        "", f"several by comma: {', '.join(OFFLOAD_MODULES)}", only=_ACTIVATIONS
+    )
+    min_offloaded_tensor_size: int = setting(
+        2**20, "elements of the smallest tensor that is offloaded", only=_ACTIVATIONS
+    )
     attention_backend: AttentionBackend = setting(
         AttentionBackend.AUTO, "kernels of attention; unfused and local store its scores"
     )
@@ -388,6 +407,7 @@ class Megatron:
             if word not in LORA_TARGETS:
                 raise not_one_of("lora_targets", word, tuple(LORA_TARGETS))
         narrow.check(self)
+        _check_offload(self)
         _check_muon(self)
         _check_split(self)
 
@@ -399,9 +419,31 @@ class Megatron:
         return tuple(word.strip() for word in self.recompute_modules.split(",") if word.strip())
 
     @property
+    def offload_words(self) -> tuple[str, ...]:
+        """Modules whose saved tensors are offloaded."""
+        if not self.fine_grained_activation_offloading:
+            return ()
+        words = (word.strip() for word in self.offload_modules.split(","))
+        return tuple(dict.fromkeys(filter(None, words)))
+
+    @property
     def adapted_layers(self) -> tuple[str, ...]:
         """Linear layers that lora_targets names."""
         return tuple(word.strip() for word in self.lora_targets.split(",") if word.strip())
+
+
+def _check_offload(settings: Megatron) -> None:
+    """Raise ConfigError for what TransformerConfig refuses of offloaded activations."""
+    check_at_least(settings, 1, "min_offloaded_tensor_size")
+    if not settings.fine_grained_activation_offloading:
+        return
+    words = settings.offload_words
+    for word in words or (None,):
+        if word not in OFFLOAD_MODULES:
+            raise not_one_of("offload_modules", word, OFFLOAD_MODULES)
+    if "attn_proj" in words and "core_attn" not in words:
+        rule = "with core_attn, too, whose backward pass needs the input of attn_proj"
+        raise ConfigError("offload_modules", "attn_proj", rule)
 
 
 def _check_muon(settings: Megatron) -> None:
