@@ -292,7 +292,7 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
         ),
         Edit(
             file="collectives/bench/communicators.py",
-            before="case.max_ctas\n\n    def _make",
+            before="case.max_ctas, case.cta_policy)",
             text="case.gloo_threads, ",
         ),
     ),

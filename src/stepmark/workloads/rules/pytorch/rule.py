@@ -13,6 +13,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Scaling
 from stepmark.model.packing import Packing
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.step.workload import Workload
 from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, Job, check_single, plain_settings, refuse_first
@@ -96,7 +97,7 @@ def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     if settings.fp8_all_gather:
         job = _with_cast_weights(job)
     kind = settings.data_parallel
-    technique = _technique(settings)
+    technique = _technique(settings, is_pipelined=job.parallel.pp > 1)
     if settings.loss_chunks > 1:
         _check_chunks(job, settings)
     if technique.lora:
@@ -143,7 +144,7 @@ def _with_cast_weights(job: AnyJob) -> AnyJob:
     return replace(job, products=replace(products, casts_weights=False))
 
 
-def _technique(settings: PyTorch) -> Technique:
+def _technique(settings: PyTorch, *, is_pipelined: bool) -> Technique:
     is_reduced = settings.data_parallel is not DataParallel.NONE
     return Technique(
         weights=settings.weights,
@@ -157,7 +158,7 @@ def _technique(settings: PyTorch) -> Technique:
         syncs_last=is_reduced and settings.grad_sync is GradSync.LAST,
         clips=settings.clip,
         fuse_qkv=settings.fuse_qkv,
-        schedule=settings.pp_schedule,
+        schedule=settings.pp_schedule if is_pipelined else PipelineSchedule.ONE_F_ONE_B,
         pp_microbatches=settings.pp_microbatches,
         pp_stages=settings.pp_stages,
         pp_split=settings.pp_split,
