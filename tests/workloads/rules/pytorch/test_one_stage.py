@@ -10,7 +10,7 @@ from stepmark.workloads.workload import generate
 @pytest.mark.parametrize("schedule", PipelineSchedule)
 def test_one_stage_has_no_schedule(schedule: PipelineSchedule) -> None:
     cls = workload_flags.options_class("pytorch", has_ignored=False)
-    job = {"models": ("llama-3.1-8b",), "scale": "tiny", "dp_shard": 2, "gbs": 4}
+    job = {"model": "llama-3.1-8b", "dp_shard": 2, "gbs": 4}
     plain, own = (
         generate(cls(framework="pytorch", **job, **more))
         for more in ({}, {"pp_schedule": schedule})
