@@ -33,6 +33,7 @@ def test_bubbles_are_those_of_the_schedules(schedule: Schedule, stages: int, pp:
     )
     bubble_s = simulated_s(drill) - drill.busy_s
     assert bubble_s == pytest.approx(BUBBLES[schedule, stages](pp), rel=1e-6)
+    assert bubble_s == pytest.approx(3 * (pp - 1) * schedule.bubble(stages), rel=1e-6)
 
 
 @pytest.mark.parametrize("weight_s", [0.5, 1.0])

@@ -140,10 +140,7 @@ class Estimator:
             return once_s + count * times[0]
         # Fewer micro-batches than stages wait for each other in every chunk.
         chunks = candidate.num_chunks if count >= len(stages) else 1
-        fill_s = (sum(times) - times[slowest]) / chunks
-        if candidate.schedule.splits_backward:
-            # Gradients of weights fill two of three parts (arXiv:2401.10241, section 2.3).
-            fill_s /= 3
+        fill_s = (sum(times) - times[slowest]) * candidate.schedule.bubble(chunks)
         send_s = self._send(candidate)
         num_sends = 2 * (len(stages) - 1)
         if not candidate.is_megatron:  # waits for those of each pass

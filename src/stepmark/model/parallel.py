@@ -153,6 +153,17 @@ class PipelineSchedule(StrEnum):
         """Return the stages of a rank. stages_per_rank: where that is a choice."""
         return stages_per_rank if self.has_stages else 2 if self.is_v else 1
 
+    def bubble(self, num_chunks: int) -> float:
+        """Return the bubble of a step as a share of that of 1F1B with one stage per rank.
+
+        num_chunks: stages of a rank.
+
+        Gradients of weights fill two of three equal parts of it (arXiv:2401.10241, section
+        2.3). Torch runs a pair of DualPipeV one after the other, which stages do not divide.
+        """
+        whole = 1 / 3 if self.splits_backward else 1.0
+        return whole if self is PipelineSchedule.DUALPIPE_V else whole / num_chunks
+
     def stage(self, rank: int, chunk: int, num_ranks: int) -> int:
         """Return the stage of a rank's chunk.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from stepmark.ground.dtypes import DType
-from stepmark.ground.units import GIB
+from stepmark.ground.units import format_bytes
 from stepmark.model.ops import Phase
 from stepmark.step.host_memory import host_copy
 from stepmark.step.module import Module
@@ -480,7 +480,7 @@ def awaits_sent(back: int) -> ComputeOp:
 def note(host_bytes: int) -> str:
     """Return what a step with offloaded activations assumes. host_bytes: of a rank."""
     return (
-        f"offload_modules: a rank's copies take up to {host_bytes / GIB:.4g} GiB of pinned host"
+        f"offload_modules: a rank's copies take up to {format_bytes(host_bytes)} of pinned host"
         " memory; device memory counts copies that keep up with computation"
     )
 
