@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from stepmark.cli.main import status
 from stepmark.predictions import contention
 from stepmark.predictions.calibration import slowest_rank
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.power import mean_power_w, slowdown_of
-from stepmark.predictions.predict import calibrated_error, predict
+from stepmark.predictions.predict import calibrated_error, predict, with_host_of_step
 from stepmark.predictions.predict_inputs import of_training
 from stepmark.predictions.prediction import Prediction
 from stepmark.step.workload import CommOp
@@ -160,7 +161,8 @@ def with_step(inputs: Inputs, factor: float) -> Prediction:
     assert inputs.step is not None
     case, step_s = inputs.step
     predicted_s = step_s / math.exp(calibrated_error(inputs))
-    return predict(replace(inputs, step=(case, factor * predicted_s)))
+    changed = replace(inputs, step=(case, factor * predicted_s))
+    return predict(with_host_of_step(changed))
 
 
 def test_the_host_of_one_rank_is_measured_twice() -> None:
@@ -176,3 +178,29 @@ def test_the_host_of_one_rank_is_measured_twice() -> None:
 def test_a_step_of_several_ranks_that_is_late_says_nothing_of_its_host() -> None:
     inputs = inputs_of(FOUR, "gpt2-1.5b")
     assert with_step(inputs, 1.5).step_s == with_step(inputs, 1.0).step_s
+
+
+def test_another_device_says_nothing_of_the_host(tmp_path: Path) -> None:
+    """A changed device is not the one that was calibrated: its host stays as it was."""
+
+    def step_s(*more: str) -> float:
+        run = RESULTS / "h100-predictions-1"
+        own = [
+            "gpt2-125m",
+            "--seq-len",
+            "1024",
+            "--mbs",
+            "2",
+            "--grad-accum",
+            "1",
+            "--precision",
+            "amp",
+        ]
+        answer = tmp_path / f"{len(more)}.json"
+        words = ["predict", *own, "--from-run", str(run), *more, "--json", str(answer)]
+        assert status(words) == 0
+        return float(json.loads(answer.read_text())["step_s"])
+
+    measured = step_s()
+    assert measured == pytest.approx(0.0331, rel=0.01), "0.0227 by one measurement of the host"
+    assert 0.9 * measured < step_s("--what-if", "flops=4x") <= measured

@@ -95,7 +95,7 @@ def _predicted(
     Raises ConfigError.
     """
     with Waiting("reading the parts of the step"):
-        inputs = inputs_of(options, workload)
+        inputs = with_host_of_step(inputs_of(options, workload))
     if anchored:
         inputs = replace(inputs, factors=anchored.factors)
     changes = dict(options.what_if or ())
@@ -182,17 +182,16 @@ def _step_s(inputs: Inputs, name: str, factor: float) -> float:
 def anchored_by(options: Job) -> Anchored:
     """Return the factors by the anchors that the options name. Raises ConfigError."""
     with Waiting("reading anchors"):
-        steps = read_anchors(options)
+        steps = [
+            replace(anchor, inputs=with_host_of_step(anchor.inputs))
+            for anchor in read_anchors(options)
+        ]
     with Waiting(f"fitting factors to {len(steps)} measured steps"):
         return fit_anchors(steps, lambda own: predict(own).step, options.anchor or "")
 
 
 def predict(inputs: Inputs) -> Prediction:
     """Return the prediction of a step. Raises ConfigError."""
-    return _of_inputs(_with_host_of_step(inputs))
-
-
-def _of_inputs(inputs: Inputs) -> Prediction:
     workload = inputs.workload
     file = inputs.file
     power = inputs.power
@@ -253,7 +252,7 @@ def calibrated_error(inputs: Inputs) -> float:
     if inputs.case is None or inputs.step is None:
         return 0.0
     own, step_s = inputs.step
-    return math.log(step_s / _of_inputs(_calibrated(inputs, inputs.case, own)).step_s)
+    return math.log(step_s / predict(_calibrated(inputs, inputs.case, own)).step_s)
 
 
 def _calibrated(inputs: Inputs, case: TrainCase, own: TrainCase) -> Inputs:
@@ -268,8 +267,8 @@ def _calibrated(inputs: Inputs, case: TrainCase, own: TrainCase) -> Inputs:
     return replace(inputs, case=own, workload=of_case(own), host_s=host_s)
 
 
-def _with_host_of_step(inputs: Inputs) -> Inputs:
-    """Return the inputs with the host's time by both parts that it bounds.
+def with_host_of_step(inputs: Inputs) -> Inputs:
+    """Return the inputs of a calibration with the host's time by both parts that it bounds.
 
     A host is measured in the step of small widths, and in that of few layers where it bounds
     it. On virtual machines its speed changes by a factor of 1.5 to 1.8 for seconds at a time
@@ -280,13 +279,13 @@ def _with_host_of_step(inputs: Inputs) -> Inputs:
         return inputs
     own, step_s = inputs.step
     calibrated = _calibrated(inputs, inputs.case, own)
-    first = _of_inputs(calibrated)
+    first = predict(calibrated)
     is_near = abs(first.step_s / step_s - 1) <= _NOTABLE_ERROR
     if is_near and not first.step.is_host_bound:
         return inputs
 
     def predicted_s(factor: float) -> float:
-        return _of_inputs(replace(calibrated, host_factor=factor)).step_s
+        return predict(replace(calibrated, host_factor=factor)).step_s
 
     factor = fitted_factor(predicted_s, step_s)
     return replace(inputs, host_factor=math.sqrt(factor))

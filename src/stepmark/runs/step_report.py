@@ -14,7 +14,12 @@ from stepmark.cases.train_words import shape_text
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.predictions.calibrated_errors import VERSION
 from stepmark.predictions.interval import Interval
-from stepmark.predictions.predict import calibration_notes, interval_of, predict
+from stepmark.predictions.predict import (
+    calibration_notes,
+    interval_of,
+    predict,
+    with_host_of_step,
+)
 from stepmark.predictions.predict_inputs import of_training, step_words
 from stepmark.predictions.predicted_steps import Step, StepReport
 from stepmark.predictions.prediction import ledgers_of
@@ -73,7 +78,7 @@ def predicted_steps(run: Path, plan: Plan) -> dict[str, Any]:
 
 
 def _prediction(run: Path, case: TrainCase) -> Row:
-    inputs = of_training(case, run)
+    inputs = with_host_of_step(of_training(case, run))
     prediction = predict(inputs)
     interval, more = interval_of(prediction)
     notes = (*prediction.notes, *more, *calibration_notes(inputs))
