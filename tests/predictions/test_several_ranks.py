@@ -184,20 +184,10 @@ def test_another_device_says_nothing_of_the_host(tmp_path: Path) -> None:
     """A changed device is not the one that was calibrated: its host stays as it was."""
 
     def step_s(*more: str) -> float:
-        run = RESULTS / "h100-predictions-1"
-        own = [
-            "gpt2-125m",
-            "--seq-len",
-            "1024",
-            "--mbs",
-            "2",
-            "--grad-accum",
-            "1",
-            "--precision",
-            "amp",
-        ]
+        run = str(RESULTS / "h100-predictions-1")
         answer = tmp_path / f"{len(more)}.json"
-        words = ["predict", *own, "--from-run", str(run), *more, "--json", str(answer)]
+        words = "predict gpt2-125m --strategy single --nproc 1 --mbs 2 --calibration".split()
+        words += [run, *more, "--json", str(answer)]
         assert status(words) == 0
         return float(json.loads(answer.read_text())["step_s"])
 
