@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from stepmark.cli.main import status
+from stepmark.ground.options import build
 from stepmark.predictions import contention
 from stepmark.predictions.calibration import slowest_rank
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.power import mean_power_w, slowdown_of
-from stepmark.predictions.predict import calibrated_error, predict, with_host_of_step
+from stepmark.predictions.predict import calibrated_error, of_job, predict, with_host_of_step
 from stepmark.predictions.predict_inputs import of_training
+from stepmark.predictions.predict_options import PredictOptions
 from stepmark.predictions.prediction import Prediction
 from stepmark.step.workload import CommOp
 from stepmark.store import plans
@@ -186,7 +188,17 @@ def test_another_device_says_nothing_of_the_host(tmp_path: Path) -> None:
     def step_s(*more: str) -> float:
         run = str(RESULTS / "h100-predictions-1")
         answer = tmp_path / f"{len(more)}.json"
-        words = "predict gpt2-125m --strategy single --nproc 1 --mbs 2 --calibration".split()
+        words = [
+            "predict",
+            "gpt2-125m",
+            "--strategy",
+            "single",
+            "--nproc",
+            "1",
+            "--mbs",
+            "2",
+            "--calibration",
+        ]
         words += [run, *more, "--json", str(answer)]
         assert status(words) == 0
         return float(json.loads(answer.read_text())["step_s"])
@@ -194,3 +206,9 @@ def test_another_device_says_nothing_of_the_host(tmp_path: Path) -> None:
     measured = step_s()
     assert measured == pytest.approx(0.0331, rel=0.01), "0.0227 by one measurement of the host"
     assert 0.9 * measured < step_s("--what-if", "flops=4x") <= measured
+
+
+def test_a_faster_device_is_no_slower_host() -> None:
+    """Its calibrated step would be faster than it was measured, which no host explains."""
+    words = {"from_run": RESULTS / "h100-run", "what_if": (("flops", 4.0), ("hbm", 4.0))}
+    assert of_job(build(PredictOptions, words)).inputs.host_factor == 1.0
