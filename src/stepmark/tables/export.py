@@ -14,6 +14,7 @@ from typing import IO, Any, Literal
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import config_errors, write_text, written
+from stepmark.ground.packages import load_package
 
 Row = dict[str, object]
 
@@ -103,7 +104,7 @@ def _file_for(target: str | Path, name: str, suffix: str, field: str) -> str | P
 
 def write_parquet(rows: list[Row], target: Path, types: Mapping[str, str]) -> None:
     """Write rows; columns without values have their declared SQL types."""
-    import duckdb  # noqa: PLC0415
+    duckdb = load_package("duckdb")
 
     if not names_of(rows):
         raise ConfigError("rows", "none", "at least one row for parquet")
