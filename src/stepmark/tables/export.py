@@ -1,7 +1,6 @@
 """Tables of rows to files: CSV, JSON, Parquet."""
 
 import csv
-import importlib
 import io
 import json
 import math
@@ -152,7 +151,7 @@ def write_pieces(
     if target.suffix != ".parquet":
         with written(target) as stream:
             return _csv_pieces(types, pieces, stream)
-    duckdb: Any = importlib.import_module("duckdb")
+    duckdb = load_package("duckdb")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, duckdb.connect() as sql:
         names = [str(Path(folder) / name) for name in ("rows.csv", "rows.parquet")]
         with Path(names[0]).open("wb") as stream:
