@@ -36,8 +36,8 @@ import sys
 import tomllib
 
 with open("pyproject.toml", "rb") as file:
-    dependencies = tomllib.load(file)["project"]["dependencies"]
-allowed = next(text for text in dependencies if re.match(r"torch\b", text))
+    extras = tomllib.load(file)["project"]["optional-dependencies"]
+allowed = next(text for text in extras["measure"] if re.match(r"torch\b", text))
 low, high = (tuple(map(int, text.split("."))) for text in re.findall(r"\d+\.\d+", allowed))
 if not low <= tuple(map(int, re.findall(r"\d+", sys.argv[1])[:2])) < high:
     sys.exit(f"install.sh: torch {sys.argv[1]} is out of range: stepmark needs {allowed}.")

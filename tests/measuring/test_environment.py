@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stepmark.cases.record import DeviceInfo
 from stepmark.ground.redaction import REDACTED, redact_variable
-from stepmark.measuring import environment
-from stepmark.measuring.environment import PREFIXES, captured_variables
+from stepmark.measuring import environment, host
+from stepmark.measuring.host import PREFIXES, captured_variables
 
 SECRET_WORDS = ["TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL"]
 
@@ -71,23 +71,23 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_commit_of_a_clean_and_a_dirty_tree(checkout: Path) -> None:
-    clean = environment.git_commit(checkout)
+    clean = host.git_commit(checkout)
     assert len(clean) == 40
     (checkout / "a").write_text("2")
-    assert environment.git_commit(checkout) == f"{clean}+dirty"
+    assert host.git_commit(checkout) == f"{clean}+dirty"
 
 
 def test_a_folder_inside_a_checkout_has_no_commit(checkout: Path) -> None:
     inside = checkout / ".venv" / "lib"
     inside.mkdir(parents=True)
-    assert environment.git_commit(inside) == ""
+    assert host.git_commit(inside) == ""
 
 
 def test_without_git_the_commit_is_unknown(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(checkout / "nowhere"))
-    assert environment.git_commit(checkout) == ""
+    assert host.git_commit(checkout) == ""
 
 
 def test_memory_limit_is_the_smallest_up_the_tree(tmp_path: Path) -> None:
@@ -96,23 +96,23 @@ def test_memory_limit_is_the_smallest_up_the_tree(tmp_path: Path) -> None:
     mount = tmp_path / "mount"
     (mount / "job" / "step").mkdir(parents=True)
     (mount / "job" / "step" / "memory.max").write_text("max\n")
-    assert environment.cgroup_limit(membership, mount) is None
+    assert host.cgroup_limit(membership, mount) is None
     (mount / "job" / "memory.max").write_text("4096\n")
-    assert environment.cgroup_limit(membership, mount) == 4096
+    assert host.cgroup_limit(membership, mount) == 4096
     (mount / "memory.max").write_text("1024\n")
-    assert environment.cgroup_limit(membership, mount) == 1024
+    assert host.cgroup_limit(membership, mount) == 1024
 
 
 def test_memory_limit_is_unknown_without_cgroups(tmp_path: Path) -> None:
-    assert environment.cgroup_limit(tmp_path / "none", tmp_path / "mount") is None
+    assert host.cgroup_limit(tmp_path / "none", tmp_path / "mount") is None
 
 
 def test_names_from_proc_and_etc(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("vendor_id\t: X\nmodel name\t: AMD EPYC 9654\n")
     (tmp_path / "release").write_text('NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04 LTS"\n')
-    assert environment.cpu_name(tmp_path / "cpuinfo") == "AMD EPYC 9654"
-    assert environment.os_name(tmp_path / "release") == "Ubuntu 24.04 LTS"
-    assert environment.cpu_name(tmp_path / "missing")
+    assert host.cpu_name(tmp_path / "cpuinfo") == "AMD EPYC 9654"
+    assert host.os_name(tmp_path / "release") == "Ubuntu 24.04 LTS"
+    assert host.cpu_name(tmp_path / "missing")
 
 
 def test_capture_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,13 +142,13 @@ def test_warnings_name_the_device() -> None:
         persistence=True,
         host="n1",
     )
-    assert environment.device_warnings([good, good]) == ()
+    assert host.device_warnings([good, good]) == ()
     capped = dataclasses.replace(good, index=1, power_limit_w=500, persistence=False)
     other = dataclasses.replace(good, name="NVIDIA H100")
-    limited, off = environment.device_warnings([good, capped])
+    limited, off = host.device_warnings([good, capped])
     assert limited == "n1 device 1: power limited to 500 W, default 700 W"
     assert off == "n1 device 1: persistence mode is off"
-    assert environment.device_warnings([good, other]) == (
+    assert host.device_warnings([good, other]) == (
         "mixed device models: NVIDIA H100, NVIDIA H200",
     )
 

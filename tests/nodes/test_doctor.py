@@ -10,7 +10,8 @@ from stepmark.measuring.nvidia import Health, Links
 from stepmark.model.ops import FAMILIES, FAMILY_OF
 from stepmark.model.ops.backends import Capabilities
 from stepmark.nodes import bench_doctor
-from stepmark.nodes.bench_doctor import Device, backends, nics, warnings_of
+from stepmark.nodes.bench_doctor import Device, backends, warnings_of
+from stepmark.nodes.doctor_findings import nics
 from stepmark.operators.bench import IMPLS
 from stepmark.operators.bench.call import Impl
 

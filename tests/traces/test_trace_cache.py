@@ -85,6 +85,14 @@ def test_reports_are_the_same(
     assert len(set(outputs)) == 1
 
 
+def test_without_duckdb_traces_are_read_and_not_kept(
+    trace: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    assert_equal(read_cached(trace, read_trace), read_trace(trace))
+    assert not cache.exists()
+
+
 def test_a_changed_file_is_read_even_if_its_size_and_time_are_the_same(trace: Path) -> None:
     stat = trace.stat()
     first = read_cached(trace, read_trace)

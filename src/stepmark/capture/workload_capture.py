@@ -5,6 +5,7 @@ import sys
 
 from stepmark.capture.watch import Watch
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.packages import require
 from stepmark.ground.waiting import Waiting
 from stepmark.workloads import workload_files, workload_show
 from stepmark.workloads.workload_files import Target
@@ -13,6 +14,7 @@ from stepmark.workloads.workload_options import CaptureOptions, Rows
 
 def run(options: CaptureOptions) -> None:
     """Record a rank's step on fake tensors and fake ranks; without -o, print it."""
+    require("torch")
     from stepmark.capture.run import capture_file  # noqa: PLC0415 # it loads torch
 
     file, colon, function = options.file.rpartition(":")

@@ -27,6 +27,7 @@ from stepmark.comparison import sweep_results, tuner_verb
 from stepmark.comparison.sweep_options import SweepOptions
 from stepmark.comparison.sweep_run import ORDERS, PROGRAM, order_of
 from stepmark.ground.errors import ConfigError, StepmarkError, not_one_of
+from stepmark.ground.packages import require
 from stepmark.ground.redaction import redact_variable, redact_words
 from stepmark.measuring.delivery import check_outputs
 from stepmark.store import sweeps
@@ -77,6 +78,8 @@ def run(options: SweepOptions) -> int:
     if request:
         tuner_verb.check_device(request)
     if not sweep.is_complete:  # a finished sweep may be looked at on another machine
+        if not all(setting.executable for setting in sweep.settings):
+            require("torch")  # this interpreter measures, too
         check_interpreters(sweep.settings, base)
         _check_command(sweep, base)
     return sweep_results.run(sweep, path, request, options, base)

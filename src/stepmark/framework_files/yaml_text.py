@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.packages import install_command
 
 _MOST = 2**18  # which take PyYAML seconds
 _MAX_DEPTH = 50  # files of real jobs nest less than 10
@@ -16,7 +17,7 @@ def read_yaml(text: str, path: Path) -> object:
     try:
         import yaml  # noqa: PLC0415 - optional
     except ImportError:
-        allowed = "it needs PyYAML, which is not installed: pip install pyyaml"
+        allowed = f"it needs PyYAML, which is not installed: {install_command('yaml')}"
         raise ConfigError("config", path, allowed) from None
     loader = yaml.SafeLoader(text)
     try:

@@ -8,5 +8,5 @@
 - rank.py: one rank of a run. heartbeat.py: its hang guard.
 - ranks.py, run_cases.py, context.py: agreement between ranks; the cases of a plan, one by one.
 - clock.py, verify.py: timers and the rule that ends sampling; results against a reference.
-- telemetry.py, nvidia.py, amd.py, environment.py: facts of the machine.
+- host.py, telemetry.py, nvidia.py, amd.py, environment.py: facts of the machine.
 """

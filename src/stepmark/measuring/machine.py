@@ -13,6 +13,7 @@ from typing import Any
 
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground.packages import require
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring import job
 from stepmark.model.device import find_device_by_alias, unknown_device
@@ -91,6 +92,8 @@ def machine(device: str | None, *, dry_run: bool = False) -> Machine:
     """
     if device in (None, "cuda", "cpu"):
         cards = [] if device == "cpu" else _cards()
+        if not cards and device != "cpu" and (device == "cuda" or _has_driver()):
+            require("torch")  # accelerators that it cannot list are not none
         if device == "cuda" and not cards:
             allowed = "cpu, since torch finds no accelerator here (or h200, ... with --dry-run)"
             raise ConfigError("device", "cuda", allowed)
@@ -125,12 +128,17 @@ def _machine_of(cards: list[Machine]) -> Machine:
     return replace(cards[0], num_accelerators=len(cards), is_rocm=_torch_is_for("hip"))
 
 
+def _has_driver() -> bool:
+    """Return whether a driver of accelerators may be here, by its device files."""
+    # Of NVIDIA, AMD, Tegra, WSL; other systems may have none.
+    drivers = ("nvidia*", "kfd", "nvhost*", "nvmap", "dxg")
+    return sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in drivers)
+
+
 @cache
 def _cards() -> list[Machine]:
     """Return the accelerators that torch will see, in no particular order."""
-    # Device files of NVIDIA, AMD, Tegra, WSL; other systems may have none.
-    drivers = ("nvidia*", "kfd", "nvhost*", "nvmap", "dxg")
-    if sys.platform == "linux" and not any(any(Path("/dev").glob(name)) for name in drivers):
+    if not _has_driver():
         return []
     if not (_torch_is_for("cuda") or _torch_is_for("hip")):
         return []

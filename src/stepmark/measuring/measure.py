@@ -16,6 +16,7 @@ from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, worst
 from stepmark.ground.option_groups import MeasureOptions, ResumeOptions
 from stepmark.ground.options import build, load
+from stepmark.ground.packages import require
 from stepmark.measuring.delivery import check_outputs
 from stepmark.measuring.heartbeat import set_up_limit_s
 from stepmark.measuring.local_ranks import ENTRIES
@@ -107,6 +108,7 @@ def measure_quietly(
     plan: Plan, out: str | None, settings: Mapping[str, str] | None = None
 ) -> tuple[int, Path]:
     """Measure a plan and show nothing. Returns the exit code of the ranks, and the run."""
+    require("torch")
     plan = dataclasses.replace(plan, settings={**plan.settings, **(settings or {})})
     run = _create_run(plan, Path(out or "runs"))
     return _supervise(plan, run, run / plans.FILE, force=False), run
@@ -215,6 +217,7 @@ def _carry_out(
 
     has_own_plan: the plan is the one that lies in the run.
     """
+    require("torch")  # of the ranks, before a folder is made for their run
     if outer_launcher.is_rank():
         result: tuple[int, Path | None] = load(_UNDER_LAUNCHER)(
             machine(device).device, prepare, force=force

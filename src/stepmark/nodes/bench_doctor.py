@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +15,14 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import GIB, format_bytes
 from stepmark.measuring import amd
-from stepmark.measuring.environment import (
-    capabilities,
-    capture,
-    compiler,
-    local_device,
-    read_fact,
-)
+from stepmark.measuring.environment import capabilities, capture, local_device
+from stepmark.measuring.host import compiler
 from stepmark.measuring.nvidia import IDLE, Health, Links
 from stepmark.measuring.telemetry import cpu_reading, open_gpu
 from stepmark.model.device import find_device
 from stepmark.model.ops import FAMILIES, Gemm, Op
 from stepmark.model.ops.backends import Capabilities
+from stepmark.nodes.doctor_findings import Backend, Findings, Transport, nics, shm_bytes
 from stepmark.operators.bench import IMPLS
 from stepmark.operators.bench.call import Impl
 
@@ -66,60 +61,13 @@ class Device:
     note: str  # "written, not run" where this path never ran on its hardware
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nic:
-    """One network interface or InfiniBand port."""
-
-    name: str
-    kind: str  # "net" or "infiniband"
-    state: str
-    rate: str  # as the kernel reports it, e.g. "400 Gb/sec (4X NDR)"; "" unknown
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
-    """Support of one backend of one family on this machine."""
-
-    family: str
-    backend: str
-    dtype: str
-    reason: str | None  # why it would be skipped
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transport:
-    """Support of one transport of `stepmark comm` on this machine."""
-
-    api: str
-    backend: str
-    reason: str | None  # why not
-    note: str = ""  # its description, or "written, not run"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """The report of `stepmark doctor`."""
-
-    environment: Environment
-    devices: tuple[Device, ...]
-    peer_access: tuple[tuple[bool, ...], ...]  # [from][to]; a device reaches itself
-    nics: tuple[Nic, ...]
-    backends: tuple[Backend, ...]
-    transports: tuple[Transport, ...]
-    shm_bytes: int | None
-    compiler: str | None
-    warnings: tuple[str, ...]
-
-
 def examine() -> Findings:
     """Examine this machine without starting a process or allocating memory on a device."""
     torch_devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     torch_devices = torch_devices or [torch.device("cpu")]
     devices = tuple(examine_device(d, rank) for rank, d in enumerate(torch_devices))
     environment = capture([device.info for device in devices])
-    shm = Path("/dev/shm")  # which NCCL and data loaders share
-    shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else None
-    host = host_warnings(environment, shm_bytes, compiler())
+    host = host_warnings(environment, shm_bytes(), compiler())
     warnings = (warning for device in devices for warning in warnings_of(device))
     return Findings(
         environment=environment,
@@ -128,7 +76,7 @@ def examine() -> Findings:
         nics=nics(Path("/sys/class")),
         backends=backends(IMPLS, capabilities(torch_devices[0])),
         transports=tuple(transports()),
-        shm_bytes=shm_bytes,
+        shm_bytes=shm_bytes(),
         compiler=compiler(),
         warnings=(*environment.warnings, *host, *warnings),
     )
@@ -199,24 +147,6 @@ def peer_access() -> tuple[tuple[bool, ...], ...]:
         tuple(a == b or torch.cuda.can_device_access_peer(a, b) for b in indices)
         for a in indices
     )
-
-
-def nics(root: Path) -> tuple[Nic, ...]:
-    """Return network interfaces except lo, then InfiniBand ports, from /sys/class."""
-    ports = []
-    for path in sorted((root / "net").glob("*")):
-        if path.name != "lo" and path.is_dir():
-            speed = read_fact(path / "speed")  # Mb/s; -1 or unreadable where there is no link
-            rate = f"{int(speed) / 1000:g} Gb/s" if speed.isdigit() and int(speed) else ""
-            state = read_fact(path / "operstate")
-            ports.append(Nic(name=path.name, kind="net", state=state, rate=rate))
-    for port in sorted((root / "infiniband").glob("*/ports/*")):
-        name = f"{port.parent.parent.name}:{port.name}"
-        state = read_fact(port / "state").partition(": ")[2].lower()
-        ports.append(
-            Nic(name=name, kind="infiniband", state=state, rate=read_fact(port / "rate"))
-        )
-    return tuple(ports)
 
 
 def host_warnings(

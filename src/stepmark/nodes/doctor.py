@@ -11,14 +11,16 @@ from rich.text import Text
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed, plain
+from stepmark.ground.packages import is_installed
 from stepmark.ground.units import GB, TFLOP, format_bytes
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
+from stepmark.nodes.doctor_findings import Findings, examine_without_torch
 from stepmark.nodes.node_options import DoctorOptions
 
 if TYPE_CHECKING:
     from stepmark.measuring.nvidia import Health, Links
-    from stepmark.nodes.bench_doctor import Device, Findings
+    from stepmark.nodes.bench_doctor import Device
 
 OK = "ok"
 WARNING = "warning"
@@ -50,15 +52,21 @@ def run(options: DoctorOptions) -> int:
     for name, value in plain(options).items():
         if name not in ("json", "csv"):
             raise ConfigError(dashed(name), value, "only with --nodes")
-    with Waiting("importing torch and examining the devices"):
-        from stepmark.nodes.bench_doctor import examine  # noqa: PLC0415 - torch
-
-        findings = examine()
+    findings = _examine()
     report = list(lines(findings))
     draw(report, to_stderr=options.to_stdout)
     rows = [asdict(line) for line in report]
     write_files(options, "doctor", msgspec.to_builtins(findings), rows)
     return 0
+
+
+def _examine() -> Findings:
+    if not is_installed("torch"):
+        return examine_without_torch()
+    with Waiting("importing torch and examining the devices"):
+        from stepmark.nodes.bench_doctor import examine  # noqa: PLC0415 - torch
+
+        return examine()
 
 
 def draw(report: list[Line], *, to_stderr: bool) -> None:
@@ -80,7 +88,7 @@ def draw(report: list[Line], *, to_stderr: bool) -> None:
         console.print()
 
 
-def lines(findings: "Findings") -> Iterator[Line]:
+def lines(findings: Findings) -> Iterator[Line]:
     """Yield the whole report, with warnings last."""
     yield from host_lines(findings)
     for device in findings.devices:
@@ -98,7 +106,7 @@ def lines(findings: "Findings") -> Iterator[Line]:
         yield Line(section="Warnings", item="", mark=OK, detail="none")
 
 
-def host_lines(findings: "Findings") -> Iterator[Line]:
+def host_lines(findings: Findings) -> Iterator[Line]:
     env = findings.environment
     facts = {
         "host": f"{env.host}: {env.os}, {env.kernel}",
@@ -186,7 +194,7 @@ def health_text(health: "Health") -> str:
     )
 
 
-def fabric_lines(findings: "Findings") -> Iterator[Line]:
+def fabric_lines(findings: Findings) -> Iterator[Line]:
     for nic in findings.nics:
         mark = OK if nic.state in ("up", "active") else MISSING
         detail = f"{nic.state or 'state unknown'}, {nic.rate or 'rate unknown'}"

@@ -23,6 +23,7 @@ from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.options import argv, dashed, plain
+from stepmark.ground.packages import require
 from stepmark.ground.signals import catching
 from stepmark.ground.units import GB, MIB, TFLOP
 from stepmark.measuring import child
@@ -89,6 +90,7 @@ def run(options: DoctorOptions) -> int:
         raise ConfigError("expect", ",".join(options.expect), "only with --from")
     if options.pairs is not None:
         raise ConfigError("pairs", options.pairs, "only with --from")
+    require("torch")
     is_in_job = outer_launcher.is_rank()
     if not outer_launcher.leave():
         return 0  # another rank of this host checks it

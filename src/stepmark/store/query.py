@@ -17,6 +17,7 @@ from stepmark.cases.record import Record
 from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import load
+from stepmark.ground.packages import load_package
 from stepmark.ground.units import GIB, KIB
 from stepmark.store.codec import to_plain
 from stepmark.store.reader import RUN, Run, with_all_samples
@@ -103,7 +104,7 @@ _CONFIG: dict[str, Any] = {
 
 def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Return column names and rows. Raises ConfigError for what DuckDB refuses."""
-    import duckdb  # noqa: PLC0415
+    duckdb = load_package("duckdb")
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if 0 <= limit < GIB:  # without a limit it is -1

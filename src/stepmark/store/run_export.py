@@ -1,16 +1,15 @@
 """A run's rows to a file, or to a tracker that is installed: TensorBoard, W&B, MLflow."""
 
-import importlib
 import math
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from stepmark.cases.record import RunInfo
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.files import config_errors
+from stepmark.ground.packages import load_package
 from stepmark.store import codec
 from stepmark.tables.export import (
     Row,
@@ -51,14 +50,6 @@ def export(
             EXPORTERS[kind](rows, run, target)
 
 
-def _package(name: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        allowed = f"an installed package: pip install 'stepmark[{extra}]'"
-        raise ConfigError("to", extra, allowed) from None
-
-
 def _scalars(rows: list[Row]) -> dict[str, float]:
     """Return finite numbers as {"gemm/llama-3.1-8b/.../column": value}, alike in all runs."""
     scalars: dict[str, float] = {}
@@ -80,9 +71,9 @@ def _scalars(rows: list[Row]) -> dict[str, float]:
 
 
 def _to_tensorboard(rows: list[Row], run: RunInfo, target: Path) -> None:
-    files = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
-    events = _package("tensorboard.compat.proto.event_pb2", "tensorboard")
-    summaries = _package("tensorboard.compat.proto.summary_pb2", "tensorboard")
+    files = load_package("tensorboard.summary.writer.event_file_writer")
+    events = load_package("tensorboard.compat.proto.event_pb2")
+    summaries = load_package("tensorboard.compat.proto.summary_pb2")
     writer = files.EventFileWriter(str(target / run.run_id))
     for tag, value in _scalars(rows).items():
         item = summaries.Summary.Value(tag=tag, simple_value=value)
@@ -91,7 +82,7 @@ def _to_tensorboard(rows: list[Row], run: RunInfo, target: Path) -> None:
 
 
 def _to_wandb(rows: list[Row], run: RunInfo, target: Path) -> None:
-    wandb = _package("wandb", "wandb")
+    wandb = load_package("wandb")
     target.mkdir(parents=True, exist_ok=True)
     columns = names_of(rows)
     data = [[cell(row.get(name)) for name in columns] for row in rows]
@@ -110,7 +101,7 @@ def _to_mlflow(rows: list[Row], run: RunInfo, target: Path) -> None:
     """Log to a folder, or to the server that MLFLOW_TRACKING_URI names."""
     # MLflow 3 refuses folders without this.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow = _package("mlflow", "mlflow")
+    mlflow = load_package("mlflow")
     try:
         if "MLFLOW_TRACKING_URI" not in os.environ:
             mlflow.set_tracking_uri(target.resolve().as_uri())

@@ -1,7 +1,6 @@
 """Tables of rows to files: CSV, JSON, Parquet."""
 
 import csv
-import importlib
 import io
 import json
 import math
@@ -14,6 +13,7 @@ from typing import IO, Any, Literal
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import config_errors, write_text, written
+from stepmark.ground.packages import load_package
 
 Row = dict[str, object]
 
@@ -103,7 +103,7 @@ def _file_for(target: str | Path, name: str, suffix: str, field: str) -> str | P
 
 def write_parquet(rows: list[Row], target: Path, types: Mapping[str, str]) -> None:
     """Write rows; columns without values have their declared SQL types."""
-    import duckdb  # noqa: PLC0415
+    duckdb = load_package("duckdb")
 
     if not names_of(rows):
         raise ConfigError("rows", "none", "at least one row for parquet")
@@ -151,7 +151,7 @@ def write_pieces(
     if target.suffix != ".parquet":
         with written(target) as stream:
             return _csv_pieces(types, pieces, stream)
-    duckdb: Any = importlib.import_module("duckdb")
+    duckdb = load_package("duckdb")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, duckdb.connect() as sql:
         names = [str(Path(folder) / name) for name in ("rows.csv", "rows.parquet")]
         with Path(names[0]).open("wb") as stream:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from stepmark.ground.files import user_cache
+from stepmark.ground.packages import is_installed
 from stepmark.model import collectives
 from stepmark.timeline import trace_columns
 from stepmark.timeline.trace_columns import CommArgs, RankInfo, RankTrace
@@ -71,9 +72,10 @@ class _Head(msgspec.Struct):
 def read_cached(path: Path, read: Callable[[Path], RankTrace]) -> RankTrace:
     """Return the trace from the cache, else as `read` does, and keep it.
 
-    Nothing of the cache is an error: where it cannot be read or written, the trace is read.
+    Nothing of the cache is an error: where it cannot be read or written, or DuckDB is not
+    installed, the trace is read.
     """
-    before = _stamp(path)
+    before = _stamp(path) if is_installed("duckdb") else None
     entry = _entry(path) if before else None
     if entry is None:
         return read(path)

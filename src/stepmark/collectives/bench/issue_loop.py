@@ -20,7 +20,7 @@ from typing import Any
 
 from stepmark.collectives.bench.nccl import BoundCall, Step
 from stepmark.ground.files import replaced, user_cache
-from stepmark.measuring.environment import c_compiler
+from stepmark.measuring.host import c_compiler
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O2", "-shared", "-fPIC")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.packages import missing_package
 from stepmark.ground.read_text import read_whole
 from stepmark.model.collectives import Collective
 from stepmark.workloads.formats import varint
@@ -125,8 +126,7 @@ def classes() -> Classes:
             message_factory,
         )
     except ImportError:
-        allowed = "an installed package: pip install 'stepmark[chakra]'"
-        raise ConfigError("format", "chakra", allowed) from None
+        raise missing_package("google.protobuf") from None
     file = descriptor_pb2.FileDescriptorProto(
         name="stepmark/chakra.proto", package=_PACKAGE, syntax="proto3"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.ground.errors import ConfigError, nearest
+from stepmark.ground.packages import install_command
 from stepmark.model.model import ModelConfig
 from stepmark.step.source_file import one_line, read_json
 from stepmark.workloads.formats.huggingface.families import FAMILIES, NESTED
@@ -30,7 +31,6 @@ _NAMES = {
 }
 _EXPERTS = ("num_local_experts", "n_routed_experts", "moe_num_experts")
 _TEXT = "text_config"
-_EXTRA = "stepmark[huggingface]"
 
 
 def read_config(path: Path, as_family: str = "") -> ModelConfig:
@@ -101,7 +101,7 @@ def _unknown(keys: Keys, path: Path, family: str) -> ConfigError:
     first = ", ".join(list(FAMILIES)[:_SHOWN])
     known = f"did you mean {near[0]}?" if near else f"one of {len(FAMILIES)} ({first}, ...)"
     file = path.name
-    install = "" if transformers_version() else f" (pip install '{_EXTRA}')"
+    install = "" if transformers_version() else f" ({install_command('huggingface')})"
     allowed = (
         f"{known}; {file}:{near[0] if near else 'FAMILY'} reads the file as that family's, and "
         f"stepmark workload generate --model {file} --framework fsdp through transformers"

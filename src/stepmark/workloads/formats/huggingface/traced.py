@@ -15,6 +15,7 @@ import msgspec
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.packages import require
 from stepmark.step.source_file import one_line, read_json
 from stepmark.workloads.architecture import Architecture, Batch
 from stepmark.workloads.formats.huggingface.trace import (
@@ -85,6 +86,7 @@ def _values(value: object, name: str) -> Iterator[tuple[str, object]]:
 
 def _traced(request: TraceRequest, path: Path) -> Trace:
     """Return what the process traces. Raises ConfigError, also where it ends without answer."""
+    require("torch")
     family = str(request.config.get("model_type", ""))[:80]
     root = str(Path(__file__).parents[4])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
