@@ -15,6 +15,8 @@ from itertools import accumulate, compress
 from math import ceil, exp
 from statistics import median
 
+from stepmark.ground.units import format_time, with_one_unit
+
 COVERAGE = 0.9
 _FEWEST = 9  # rows that give an interval of this coverage
 _FEWEST_SIGNED = 19  # that give one of half the rest on each side
@@ -47,6 +49,16 @@ class Interval:
         if self.low_s is None or self.high_s is None:
             return self
         return replace(self, low_s=min(self.low_s, step_s), high_s=max(self.high_s, step_s))
+
+    @property
+    def text(self) -> str:
+        """Return a known interval with what it is by."""
+        low, high = map(format_time, (self.low_s or 0.0, self.high_s or 0.0))
+        ends = with_one_unit(low, "to", high)
+        text = f"{100 * self.coverage:.0f} % interval {ends} by {self.num_rows} {self.basis}"
+        if self.median_ratio is not None:
+            text += f", which took {self.median_ratio:.2g} x as long in the median"
+        return text
 
     def __str__(self) -> str:
         if self.low_s is None or self.high_s is None:
