@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import stepmark as sm
 from stepmark.cli.main import status
 from stepmark.ground.units import format_bytes, format_time
 from stepmark.predictions.note import Note, Topic, note_lines, topic_of
@@ -57,7 +58,7 @@ def block(text: str, title: str) -> list[str]:
 
 def answer_of(text: str) -> str:
     """Return the first line as one, however it is broken."""
-    return text.partition("\n  by ")[0].replace(",\n  ", ", ")
+    return text.partition("\n  by ")[0].replace(",\n    ", ", ")
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -206,7 +207,7 @@ FIRST = {
     "qwen3-8b --strategy fsdp --nproc 4 --seq-len 5632 --device h100": "memory may run out",
     "gpt2-1.5b --nproc 1 --mbs 8 --device mi300x": "100% of the compute time is by shares",
     f"{PIPELINE} --what-if link=2x": "without --what-if the step takes",
-    "gpt2-1.5b --nproc 1 --device h200 --compile --compile-mode default": "by the data sheet the step",
+    "gpt2-1.5b --nproc 1 --device h200 --clip 2": "by the data sheet the step takes as long",
     "deepseek-v3 --nproc 256 --ep 32 --device h200": "deepseek-v3: not modelled",
     "--from-run results/h100-run --mbs 4": "78% of the compute time is scaled",
 }
@@ -240,6 +241,26 @@ def test_the_second_line_says_what_the_times_are_by(
     rows = document["interval"]["num_rows"]
     numbers = f"{low.split()[0]}.* to {high} by {rows} published steps"
     assert re.search(f"90 % interval {numbers}", text.replace("\n    ", " "))
+
+
+def test_python_shows_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"predict {PIPELINE} --stages --notes"
+    assert status(words.split()) == 0
+    printed = capsys.readouterr().out
+    own = sm.predict("llama-3.1-8b", pp=4, nproc=8, mbs=8, device="h200")
+    own.show(stages=True, notes=True)
+    assert capsys.readouterr().out == printed
+    with pytest.raises(sm.ConfigError, match="stages is invalid: it is for the command"):
+        sm.predict("llama-3.1-8b", nproc=8, device="h200", stages=True)
+
+
+def test_the_readme_shows_this_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    command = r"```sh\nstepmark (predict .*)\n```\n\n```text\n((?:.*\n)+?)```"
+    shown = re.findall(command, (ROOT / "README.md").read_text())
+    assert shown
+    for words, text in shown:
+        assert status(words.split()) == 0
+        assert capsys.readouterr().out.startswith(f"{text}\n")
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -238,7 +238,7 @@ def _order(row: Row, *, is_by_cost: bool) -> tuple[int, float]:
 
 def lines(grid: PredictionGrid) -> Iterator[str]:
     """Yield the grid as text."""
-    yield from in_width(_answer(grid), "  ")
+    yield from in_width(_answer(grid), "    ")
     yield from (f"  {text}" for text in _common(grid.rows))
     yield ""
     yield from Table(grid.rows[:_MOST_ROWS], grid.columns).text()

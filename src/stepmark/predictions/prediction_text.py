@@ -35,7 +35,7 @@ def lines(
     all_stages: with the ledger and the memory of every stage, line by line.
     """
     pairs = dict(headline(document))
-    yield from in_width(_answer(document), "  ")
+    yield from in_width(_answer(document), "    ")
     yield from in_width(f"  {', '.join(_assumptions(prediction, document))}", "    ")
     others = ("HFU", "communication", "pipeline", "power", "energy")
     figures = [pairs[name] for name in others if name in pairs]
