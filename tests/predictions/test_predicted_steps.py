@@ -389,7 +389,7 @@ def test_of_many_stages_few_are_printed(
     words = "predict llama-3.1-8b --pp 8 --nproc 8 --mbs 8 --device h200 --csv"
     assert main.status([*words.split(), str(csv)]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"where the step goes in stages? [\d, -]+, the slowest of 8, in ms", shown)
+    assert re.search(r"where the step goes in stages? [\d, -]+, the slowest of 8, in s", shown)
     assert len(shown.splitlines()) < 26
     stages = {line.split(",")[0] for line in csv.read_text().splitlines()[1:]}
     assert stages == set(map(str, range(8)))

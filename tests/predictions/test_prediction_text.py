@@ -205,6 +205,7 @@ def test_what_prints_more_is_refused_where_nothing_more_is_printed(
 FIRST = {
     f"{AICB} --device h200": "the file has no computation",
     "qwen3-8b --strategy fsdp --nproc 4 --seq-len 5632 --device h100": "memory may run out",
+    "gpt2-1.5b --nproc 1 --mbs 8 --compile --device l40s": "no published step is of a device",
     "gpt2-1.5b --nproc 1 --mbs 8 --device mi300x": "100% of the compute time is by shares",
     f"{PIPELINE} --what-if link=2x": "without --what-if the step takes",
     "gpt2-1.5b --nproc 1 --device h200 --clip 2": "by the data sheet the step takes as long",

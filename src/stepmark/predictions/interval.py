@@ -50,24 +50,13 @@ class Interval:
             return self
         return replace(self, low_s=min(self.low_s, step_s), high_s=max(self.high_s, step_s))
 
-    @property
-    def text(self) -> str:
-        """Return a known interval with what it is by."""
-        low, high = map(format_time, (self.low_s or 0.0, self.high_s or 0.0))
-        ends = with_one_unit(low, "to", high)
-        text = f"{100 * self.coverage:.0f} % interval {ends} by {self.num_rows} {self.basis}"
-        if self.median_ratio is not None:
-            text += f", which took {self.median_ratio:.2g} x as long in the median"
-        return text
-
     def __str__(self) -> str:
         if self.low_s is None or self.high_s is None:
             return f"no interval: {self.num_rows} {self.basis}, {_FEWEST} needed"
-        low = self.low_s * 1e3
-        high = self.high_s * 1e3
-        text = f"{100 * self.coverage:.0f} % interval {low:.1f} to {high:.1f} ms"
+        ends = with_one_unit(format_time(self.low_s), "to", format_time(self.high_s))
+        text = f"{100 * self.coverage:.0f} % interval {ends} by {self.num_rows} {self.basis}"
         if self.median_ratio is not None:
-            text += f" (the {self.basis} took {self.median_ratio:.2g} x as long in the median)"
+            text += f", which took {self.median_ratio:.2g} x as long in the median"
         return text
 
 

@@ -44,8 +44,8 @@ class Note(str):
 
 
 def noted(topic: Topic, texts: Iterable[str]) -> Iterator[Note]:
-    """Yield texts as notes on a topic."""
-    return (Note.of(topic, text) for text in texts)
+    """Yield texts as notes on a topic; notes keep their own."""
+    return (text if isinstance(text, Note) else Note.of(topic, text) for text in texts)
 
 
 def topic_of(note: str) -> Topic:

@@ -115,9 +115,8 @@ def _assumptions(prediction: Prediction, document: Mapping[str, Any]) -> Iterato
     if document["network"]:
         name, _, about = document["network"].partition(": ")
         yield f"network {name} ({about})" if about else f"network {name}"
-    interval = prediction.interval
-    if interval and interval.is_known:
-        yield interval.text
+    if prediction.interval and prediction.interval.is_known:
+        yield str(prediction.interval)
     if document["tokens"]:
         yield f"{document['tokens']:,} tokens a step"
         yield from _shape_words(document)
