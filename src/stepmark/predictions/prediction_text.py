@@ -132,13 +132,16 @@ def in_width(line: str, indent: str) -> Iterator[str]:
 
 def _slowest_stage(step: SteadyStep) -> Iterator[str]:
     """Yield the ledger of the stage that the figures are of, and which stages are alike."""
-    if len(step.ledgers) == 1:
-        yield from lines_of_one(step.ledger)
-        return
-    alike = [i for i, own in enumerate(step.ledgers) if _is_alike(own, step.ledger)]
-    stages = ranks_text(alike).replace("rank", "stage")
-    where = f" in {stages}, the slowest of {len(step.ledgers)}"
-    yield from lines_of_one(_with_waiting(step.ledger), where)
+    slowest = _with_waiting(step.ledger)
+    where = ""
+    if len(step.ledgers) > 1:
+        ledgers = map(_with_waiting, step.ledgers)
+        alike = [stage for stage, own in enumerate(ledgers) if _is_alike(own, slowest)]
+        stages = ranks_text(alike).replace("rank", "stage")
+        where = f" in {stages}, the slowest of {len(step.ledgers)}"
+        if len(alike) == len(step.ledgers):
+            where = " in each stage"
+    yield from lines_of_one(slowest, where)
 
 
 def _with_waiting(own: Ledger) -> Ledger:
