@@ -35,7 +35,9 @@ def lines(
     all_stages: with the ledger and the memory of every stage, line by line.
     """
     pairs = dict(headline(document))
-    yield from in_width(_answer(document), "    ")
+    case = prediction.inputs.case
+    rank = "rank" if case and case.device == "cpu" else "GPU"
+    yield from in_width(_answer(document, rank), "    ")
     yield from in_width(f"  {', '.join(_assumptions(prediction, document))}", "    ")
     others = ("HFU", "communication", "pipeline", "power", "energy")
     figures = [pairs[name] for name in others if name in pairs]
@@ -65,8 +67,8 @@ def lines(
     yield from note_lines(notes, None if all_notes else MOST_NOTES, "--notes")
 
 
-def _answer(document: Mapping[str, Any]) -> str:
-    """Return the step, its rate, whether it fits, and what bounds it."""
+def _answer(document: Mapping[str, Any], rank: str) -> str:
+    """Return the step, the rate of a rank, whether it fits, and what bounds it."""
     least, most = ("at least ", "at most ") if document["is_lower_bound"] else ("", "")
     where = f"{document['num_ranks']} x {document['device']}"
     step = f"predicted step {least}{format_time(document['step_s'])}"
@@ -74,7 +76,7 @@ def _answer(document: Mapping[str, Any]) -> str:
     if document["measured"]:
         words += [measured_step.headline(document["measured"])]
     if document["tokens_per_s_gpu"]:
-        words += [f"{most}{_rate(document['tokens_per_s_gpu'])} tokens/s/GPU"]
+        words += [f"{most}{_rate(document['tokens_per_s_gpu'])} tokens/s/{rank}"]
     if document["mfu_pct"] is not None:
         words += [f"{most}{document['mfu_pct']:.1f} % MFU (causal)"]
     if memory := document["memory"]:
