@@ -55,14 +55,20 @@ def test_collectives_go_on_where_they_were_cut_short() -> None:
 
 
 @pytest.mark.ranks
-def test_a_training_step_and_its_trace() -> None:
+def test_a_training_step_and_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
     run = sm.measure(
         "train", sm.Model("llama-3.1-8b"), scale="tiny", steps=2, profile=True, device="cpu"
     )
     (row,) = run
     assert row["status"] == "measured"
     assert len(sm.read_trace(run, jobs=1)) == 3
-    assert sm.predict(from_run=run).step_s > 0
+    predicted = sm.predict(from_run=run)
+    assert predicted.step_s > 0
+    capsys.readouterr()
+    predicted.show()
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "tokens/s/rank, bound by " in first
+    assert second.startswith(f"  by calibration {run.path.name} of 20")
 
 
 @pytest.mark.ranks

@@ -22,7 +22,16 @@ def run(*words: str) -> int:
 
 
 def test_predict_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("predict", str(EXAMPLE), "--nproc", "256", *DEVICE, "--network", "dgx-h100")
+    words = (
+        "predict",
+        str(EXAMPLE),
+        "--nproc",
+        "256",
+        *DEVICE,
+        "--network",
+        "dgx-h100",
+        "--notes",
+    )
     assert run(*words) == 0
     out = capsys.readouterr().out
     assert out.startswith("llama-3.1-70b on 256 x NVIDIA H100 80GB HBM3: predicted step ")

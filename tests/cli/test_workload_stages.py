@@ -57,7 +57,7 @@ def test_stages_of_a_folder_are_one_pipeline(run: Program, job: str) -> None:
     texts = [Path(f"all/stage{stage}.csv").read_text() for stage in stages]
     assert "".join(aicb.write(again)) == "".join(texts)
     # Its stages wait for each other as those of the workload do, so that it can be predicted.
-    done = run("all --device h100-sxm", verb="predict")
+    done = run("all --device h100-sxm --stages", verb="predict")
     assert (done.code, "waiting for other ranks" in done.text) == (0, True), done.err
 
 

@@ -147,8 +147,8 @@ def test_the_first_line_says_that_the_host_bounds_the_step(
 ) -> None:
     for words, is_bound in ((SMALL, True), (f"{SMALL} --mbs 64", False)):
         assert main.status(["predict", *words.split()]) == 0
-        first = capsys.readouterr().out.splitlines()[0]
-        assert (", bound by the host: the device waits for launches in 8" in first) is is_bound
+        first = capsys.readouterr().out.partition("\n  by data sheet")[0]
+        assert ("bound by the host (device idle 8" in first) is is_bound
 
 
 def test_a_graph_is_one_launch(run: Predict) -> None:

@@ -20,6 +20,7 @@ import published_steps
 
 from stepmark.cli.main import status
 from stepmark.ground.options import build
+from stepmark.ground.units import format_time, with_one_unit
 from stepmark.predictions import calibrated_errors
 from stepmark.predictions.calibrated_errors import PastError
 from stepmark.predictions.interval import COVERAGE, few_sided, signed_interval
@@ -50,7 +51,7 @@ def test_few_rows_have_the_largest_error_and_say_how_often_it_holds(
     assert made.coverage == pytest.approx(coverage)
     assert made.high_s == pytest.approx(0.4 * math.exp(0.05))
     assert made.low_s == pytest.approx(0.4 * math.exp(-0.05))
-    assert str(made) == f"{100 * coverage:.0f} % interval 380.5 to 420.5 ms"
+    assert str(made) == f"{100 * coverage:.0f} % interval 380.5 to 420.5 ms by {count} rows"
 
 
 def test_no_rows_have_no_interval() -> None:
@@ -89,8 +90,8 @@ def test_an_interval_of_longer_steps_begins_at_the_prediction() -> None:
     made = signed_interval([math.log(1.1 + index / 100) for index in range(21)], 2.0, "rows")
     assert (made.low_s, made.high_s) == (2.0, pytest.approx(2.6))
     assert made.median_ratio == pytest.approx(1.2)
-    ends = "90 % interval 2000.0 to 2600.0 ms"
-    assert str(made) == f"{ends} (the rows took 1.2 x as long in the median)"
+    ends = "90 % interval 2 to 2.6 s by 21 rows"
+    assert str(made) == f"{ends}, which took 1.2 x as long in the median"
     shorter = signed_interval(
         [-math.log(1.1 + index / 100) for index in range(21)], 2.0, "rows"
     )
@@ -246,10 +247,10 @@ def test_predictions_by_data_sheet_have_an_interval(
     assert interval["num_rows"] >= FEWEST
     assert interval["traits"] == traits
     assert interval["median_ratio"] is None
-    low, high = 1e3 * interval["low_s"], 1e3 * interval["high_s"]
+    low, high = (format_time(interval[end]) for end in ("low_s", "high_s"))
     printed = capsys.readouterr().out
-    first = printed.splitlines()[0]
-    assert first.endswith(f" ms, 90 % interval {low:.1f} to {high:.1f} ms")
+    ends = with_one_unit(low, "to", high)
+    assert f", 90 % interval {ends} by {interval['num_rows']} published steps, " in printed
     assert expected in printed
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import stepmark as sm
 from stepmark.cli.main import status
+from stepmark.ground.units import format_time
 from stepmark.predictions.measured_step import CLOSE, Figure, MeasuredStep, factor_for, lines
 from stepmark.predictions.predict import predict
 
@@ -109,8 +110,8 @@ def test_the_first_line_has_both(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = called(f"{STEP} --measured 2.9s", capsys)
     assert code == 0
     first, *others = out.splitlines()
-    assert f"predicted step {step_s * 1e3:.2f} ms" in first
-    assert f"measured 2900.00 ms ({2.9 / step_s:.3g} x as long)" in first
+    assert f"predicted step {format_time(step_s)}, " in first
+    assert f"measured 2.9 s ({2.9 / step_s:.3g} x as long)" in first
     assert any("(--what-if flops=0." in line for line in others)
     assert any("the host at 0.0" in line for line in others)
 

@@ -22,7 +22,8 @@ T = TypeVar("T")
 _ONLY_PRINTED = {
     *("json", "csv", "html", "timeline", "aicb_log", "output_file", "dry_run", "distinct"),
     *("wide", "style", "print_as", "list_all", "details", "to", "rank", "pp_rank"),
-    *("pipeline_stage", "average", "report_cputime", "report_timestamps", "memory"),
+    *("stages", "notes", "pipeline_stage", "average", "report_cputime", "report_timestamps"),
+    "memory",
 }
 
 

@@ -37,9 +37,12 @@ class Prediction(Table):
         self.document = prediction.document()
         self.prediction = prediction
 
-    def show(self) -> None:
-        """Print what `stepmark predict` prints."""
-        print("\n".join(prediction_text.lines(self.document)))  # noqa: T201
+    def show(self, *, stages: bool = False, notes: bool = False) -> None:
+        """Print what `stepmark predict` prints, with --stages or --notes if asked for."""
+        text = prediction_text.lines(
+            self.prediction, self.document, all_stages=stages, all_notes=notes
+        )
+        print("\n".join(text))  # noqa: T201
 
     def __repr__(self) -> str:
         return f"<Prediction {self.document['name']}: {self.step_s * 1e3:.2f} ms>"

@@ -27,6 +27,12 @@ def format_time(seconds: float) -> str:
     return f"{seconds * 1e9:.4g} ns"
 
 
+def with_one_unit(first: str, word: str, second: str) -> str:
+    """Join two quantities by a word, their unit once if they share it: '1.5 to 2 s'."""
+    number, _, unit = first.partition(" ")
+    return f"{number if second.endswith(f' {unit}') else first} {word} {second}"
+
+
 def format_duration(seconds: float) -> str:
     """Format the time of a measurement, e.g. '40 s', '26 min' or '3.2 h'."""
     if seconds < 120:

@@ -46,6 +46,8 @@ _NOT_OF_ROWS = (
     "csv",
     "timeline",
     "html",
+    "stages",
+    "notes",
 )
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _NUDGE = 0.01  # of a factor, for the part of the critical path that is in proportion to it

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -33,6 +34,7 @@ from stepmark.predictions.costs import (
 )
 from stepmark.predictions.host_times import pass_times, passes_s
 from stepmark.predictions.inputs import HostOf, Inputs, no_host
+from stepmark.predictions.note import Note, Topic, noted
 from stepmark.step.trace_ops import COMPUTE, OpTable
 from stepmark.step.workload import COMPUTE as MAIN
 from stepmark.step.workload import CommOp, ComputeOp, Workload
@@ -104,7 +106,12 @@ def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
     measured: tuple[CostOf, ...] = (OperatorCosts(times),)
     first = run.info.environment.devices[0]
     shallow = None
-    inputs = replace(inputs, calibration=path.name, curves=tuple(run_curves(path)))
+    inputs = replace(
+        inputs,
+        calibration=path.name,
+        calibrated_on=date_text(datetime.fromisoformat(run.info.created_at)),
+        curves=tuple(run_curves(path)),
+    )
     if case is not None:
         steps = [record for record in records if isinstance(record.case, TrainCase)]
         inputs, shallow = _with_profile(inputs, path, steps, case)
@@ -124,6 +131,16 @@ def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
         power=None if inputs.times_of_file else _power(records, shallow, inputs.curves),
         memory_bytes=first.memory_bytes,
     )
+
+
+def date_text(created_at: datetime) -> str:
+    """Return a date, and how many days ago it was, if any."""
+    return f"{created_at:%Y-%m-%d}{ago(created_at)}"
+
+
+def ago(created_at: datetime) -> str:
+    days = (datetime.now(UTC) - created_at).days
+    return f", {days} {'day' if days == 1 else 'days'} ago" if days else ""
 
 
 def _with_profile(
@@ -203,7 +220,7 @@ def _shallow(
         raise ConfigError("trace", files[0], "a trace with operations of a step")
     comm_copies = _comm_copies(table, workload)
     tables = {number: _without(own, comm_copies) for number, own in tables.items()}
-    notes += table.notes
+    notes += noted(Topic.CALIBRATION, table.notes)
     step_s = mean(slowest_per_sample(record.samples.seconds)) * record.training.cycle
     compute_ns = sum(op.time_ns for op in tables[rank].ops if op.key.kind == COMPUTE)
     kernels_s = compute_ns * 1e-9 / len(table.steps)
@@ -408,7 +425,8 @@ def _host_times(steps: Iterable[Measured], case: TrainCase, notes: list[str]) ->
     """Return the host's time for an operation; none where it was not calibrated."""
     record = _host_record(steps, case)
     if record is None:
-        notes.append("the host's time was not calibrated: it counts as ahead of the device")
+        text = "the host's time was not calibrated: it counts as ahead of the device"
+        notes.append(Note.of(Topic.HOST, text))
         return no_host
     return _per_operation(record)
 

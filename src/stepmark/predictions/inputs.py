@@ -44,14 +44,14 @@ class Inputs:
 
     case: None for a workload file, whose times are then `file`. compute: sources of costs of
     operations, the best first. What a calibration measures has the value of what is not known
-    without one: calibration: its run; curves: of collectives; compute_slowdown, comm_slowdown:
-    as in Costs; is_host: computation runs on it; memory: cases of few layers with their
-    allocated and reserved bytes; memory_bytes: of the device; host_factor: on host_s, by the
-    calibrated step; step: that step and its measured seconds; comm_copies: seconds of copies on
-    the streams of collectives per byte of their messages, by collective. link: factor on the
-    bandwidth of messages; what_if: how the device was changed. factors: on costs, fitted to
-    anchors. network: links between ranks; None where they are not known. notes: on the choice
-    of all this.
+    without one: calibration: its run; calibrated_on: its date and age; curves: of collectives;
+    compute_slowdown, comm_slowdown: as in Costs; is_host: computation runs on it; memory: cases
+    of few layers with their allocated and reserved bytes; memory_bytes: of the device;
+    host_factor: on host_s, by the calibrated step; step: that step and its measured seconds;
+    comm_copies: seconds of copies on the streams of collectives per byte of their messages, by
+    collective. link: factor on the bandwidth of messages; host: its name, where one is chosen;
+    what_if: how the device was changed. factors: on costs, fitted to anchors. network: links
+    between ranks; None where they are not known. notes: on the choice of all this.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Inputs:
     host_s: HostOf = no_host
     host_factor: float = 1.0
     host_is_known: bool = False
+    host: str = ""
     gap_s: float = _GAP_S
     is_host: bool = False
     compute_slowdown: Mapping[Work, float] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class Inputs:
     memory: tuple[tuple[TrainCase, int, int], ...] = ()
     memory_bytes: int | None = None
     calibration: str = ""
+    calibrated_on: str = ""
     step: tuple[TrainCase, float] | None = None
     comm_copies: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -15,6 +15,8 @@ from itertools import accumulate, compress
 from math import ceil, exp
 from statistics import median
 
+from stepmark.ground.units import format_time, with_one_unit
+
 COVERAGE = 0.9
 _FEWEST = 9  # rows that give an interval of this coverage
 _FEWEST_SIGNED = 19  # that give one of half the rest on each side
@@ -51,11 +53,10 @@ class Interval:
     def __str__(self) -> str:
         if self.low_s is None or self.high_s is None:
             return f"no interval: {self.num_rows} {self.basis}, {_FEWEST} needed"
-        low = self.low_s * 1e3
-        high = self.high_s * 1e3
-        text = f"{100 * self.coverage:.0f} % interval {low:.1f} to {high:.1f} ms"
+        ends = with_one_unit(format_time(self.low_s), "to", format_time(self.high_s))
+        text = f"{100 * self.coverage:.0f} % interval {ends} by {self.num_rows} {self.basis}"
         if self.median_ratio is not None:
-            text += f" (the {self.basis} took {self.median_ratio:.2g} x as long in the median)"
+            text += f", which took {self.median_ratio:.2g} x as long in the median"
         return text
 
 

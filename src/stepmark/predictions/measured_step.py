@@ -247,7 +247,7 @@ def _root(
 
 def headline(measured: Mapping[str, Any]) -> str:
     """Return what follows the predicted step. measured: of MeasuredStep."""
-    return f", measured {measured['step_s'] * 1e3:.2f} ms ({measured['ratio']:.3g} x as long)"
+    return f"measured {format_time(measured['step_s'])} ({measured['ratio']:.3g} x as long)"
 
 
 def lines(measured: Mapping[str, Any]) -> Iterator[str]:

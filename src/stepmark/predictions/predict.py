@@ -22,6 +22,7 @@ from stepmark.predictions.framework_job import FrameworkJob, Generate, generated
 from stepmark.predictions.inputs import Inputs, changed
 from stepmark.predictions.interval import Interval
 from stepmark.predictions.measured_step import CLOSE, HOST, Figure, MeasuredStep, factor_for
+from stepmark.predictions.note import Topic, noted
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import FACTORS, PredictOptions, show_what_if
 from stepmark.predictions.prediction import Prediction
@@ -81,7 +82,10 @@ def _delivered(options: Job, prediction: Prediction) -> int:
     if options.html:
         write_text(options.html, page(document, prediction.step).html(), "html")
     if not options.to_stdout:
-        print_text(prediction_text.lines(document))
+        text = prediction_text.lines(
+            prediction, document, all_stages=options.stages, all_notes=options.notes
+        )
+        print_text(text)
     return 0
 
 
@@ -109,12 +113,15 @@ def _predicted(
     measured = None
     if options.measured:
         measured = _measured(options.measured, inputs, prediction, interval)
-    more = (*calibration_notes(inputs), *_effects(inputs, changes, prediction))
+    more = (
+        *noted(Topic.CALIBRATION, calibration_notes(inputs)),
+        *noted(Topic.OPTIONS, _effects(inputs, changes, prediction)),
+    )
     return replace(
         prediction,
         interval=interval,
         anchored=anchored,
-        notes=(*prediction.notes, *interval_notes, *more),
+        notes=(*prediction.notes, *noted(Topic.INTERVAL, interval_notes), *more),
         run=training,
         measured=measured,
     )

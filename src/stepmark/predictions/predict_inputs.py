@@ -5,7 +5,7 @@ import operator
 import shlex
 import socket
 from dataclasses import fields, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias,
 from stepmark.model.network_options import NetworkChoice
 from stepmark.model.systems import network_of
 from stepmark.predictions.calibrate import HOST
-from stepmark.predictions.calibration import calibrated, host_of_run, nearest_profile
+from stepmark.predictions.calibration import ago, calibrated, host_of_run, nearest_profile
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.contention import is_profiled, sheet_slowdowns
 from stepmark.predictions.costs import sources
 from stepmark.predictions.hosts import DEFAULT, HostTimes, launch_of, load_hosts
 from stepmark.predictions.inputs import HostOf, Inputs
+from stepmark.predictions.note import Note, Topic, noted
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.step.workload import Group, Workload
 from stepmark.store.reader import find_run, list_runs, read_info, read_records
@@ -130,6 +131,7 @@ def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
             load_hosts()[name], inputs.workload, launch_of(inputs.workload, case)
         )
         note = times.note()
+        name = f"{name} host"
     else:
         path = _run_of_host(options.runs, name)
         if case is None:
@@ -137,7 +139,9 @@ def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
             raise ConfigError("host", name, allowed)
         host_s = host_of_run(path, case)
         note = f"host time: the host's part of run {path.name}"
-    return replace(inputs, host_s=host_s, host_is_known=True, notes=(*inputs.notes, note))
+        name = f"host of run {path.name}"
+    notes = (*inputs.notes, note)
+    return replace(inputs, host_s=host_s, host_is_known=True, host=name, notes=notes)
 
 
 def _with_sheet_slowdowns(inputs: Inputs) -> Inputs:
@@ -213,7 +217,8 @@ def _run_notes(
     if not kept:
         return []
     words = shlex.join(argv(TrainOptions(**kept)))
-    return [f"the step keeps these options of the run, which is of {of_run.name}: {words}"]
+    text = f"the step keeps these options of the run, which is of {of_run.name}: {words}"
+    return [Note.of(Topic.OPTIONS, text)]
 
 
 def _unused(
@@ -240,7 +245,8 @@ def _unused(
             names.append(name)
             train = fewer
     shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-    return [f"by the data sheet the step takes as long without {shown}"] if names else []
+    text = f"by the data sheet the step takes as long without {shown}"
+    return [Note.of(Topic.OPTIONS, text)] if names else []
 
 
 def _without(name: str, train: TrainOptions) -> TrainOptions:
@@ -503,9 +509,7 @@ def _origin_notes(path: Path, here: Machine) -> list[str]:
     created_at = datetime.fromisoformat(info.created_at)
     devices = ", ".join(sorted({device.name for device in own.devices}))
     text = f"measured parts: run {path.name} of {created_at:%Y-%m-%d %H:%M} UTC on {devices}"
-    text += f" of host {own.host}"
-    if days := (datetime.now(UTC) - created_at).days:
-        text += f", {days} day{'s' * (days > 1)} ago"
+    text += f" of host {own.host}{ago(created_at)}"
     differences = []
     if here.is_here and own.host != socket.gethostname():
         differences.append(f"this host is {socket.gethostname()}")
@@ -513,7 +517,5 @@ def _origin_notes(path: Path, here: Machine) -> list[str]:
         differences.append(f"torch was {own.torch}, not {torch}")
     if here.name and {here.name} != {device.name for device in own.devices}:
         differences.append(f"they are not of {here.name}")
-    return [
-        text,
-        *(f"the parts may not hold: {difference}" for difference in differences),
-    ]
+    doubts = (f"the parts may not hold: {difference}" for difference in differences)
+    return [text, *noted(Topic.CALIBRATION, doubts)]

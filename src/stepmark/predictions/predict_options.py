@@ -102,12 +102,31 @@ class Basis:
 
 
 @group
-class PredictionFiles(Files):
+class Screen:
+    """Screen."""
+
+    stages: bool = flag(
+        "also the ledger and the memory of every pipeline stage, line by line",
+        default=False,
+        rare=True,
+    )
+    notes: bool = flag("all notes, not the first three alone", default=False, rare=True)
+
+
+@group
+class PredictionFiles(Screen, Files):
     """Files."""
 
     timeline: str | None = flag("the timeline for Perfetto, as JSON", metavar="PATH", rare=True)
     html: str | None = flag("ledger and timeline as one page; needs no network", metavar="PATH")
     written = (*Files.written, "timeline", "html")
+
+    def check_stdout(self) -> None:
+        """Raise ConfigError for two outputs on stdout, and for a screen that is not printed."""
+        super().check_stdout()
+        for name in ("stages", "notes"):
+            if self.to_stdout and getattr(self, name):
+                raise ConfigError(name, "given", "left out: a file takes the place of the text")
 
 
 @dataclass(frozen=True, kw_only=True)

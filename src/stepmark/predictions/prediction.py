@@ -12,6 +12,7 @@ from stepmark.predictions.factors import Anchored
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.interval import Interval
 from stepmark.predictions.measured_step import MeasuredStep
+from stepmark.predictions.note import Note, Topic
 from stepmark.predictions.simulation import SteadyStep
 from stepmark.predictions.step import Clock
 from stepmark.predictions.training_run import RUN_FIGURES, TrainingRun
@@ -26,9 +27,10 @@ from stepmark.training import remedies
 HOST = "the host"
 DEVICE = "the device"
 EXPOSED = "exposed communication"
-_CLOSE_MEMORY = (  # docs/prediction.md
+_CLOSE_MEMORY = Note.of(  # docs/prediction.md
+    Topic.MEMORY,
     "memory may run out, and torch's allocator then frees its cache in every step: "
-    "one such step took 2.4 times its predicted time"
+    "one such step took 2.4 times its predicted time",
 )
 _ORDER = {group: index for index, group in enumerate(Group)}
 

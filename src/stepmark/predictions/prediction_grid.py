@@ -17,8 +17,9 @@ from stepmark.model.device import find_device_by_alias, unknown_device
 from stepmark.model.systems import find_system
 from stepmark.predictions.anchored_steps import check_columns
 from stepmark.predictions.framework_job import generated
+from stepmark.predictions.note import MOST_NOTES, note_lines, topic_of
 from stepmark.predictions.predict import Job, anchored_by, of_job
-from stepmark.predictions.prediction_text import limit
+from stepmark.predictions.prediction_text import in_width, limit
 from stepmark.predictions.training_run import show_tokens
 from stepmark.step.workload import Workload
 from stepmark.store.view import print_text
@@ -28,9 +29,9 @@ from stepmark.tables.table import Table
 Spell = Callable[[ConfigError], ConfigError]
 Row = dict[str, Any]
 
-_ONE_PREDICTION = ("html", "timeline", "measured")  # options of one prediction
+# Options of one prediction.
+_ONE_PREDICTION = ("html", "timeline", "measured", "stages", "notes")
 _MOST_ROWS = 40
-_MOST_NOTES = 10
 # Figures of a prediction's document that are in a row as they are.
 _FIGURES = (
     *("name", "num_ranks", "tokens", "seq_len", "network", "step_s", "is_lower_bound"),
@@ -237,7 +238,7 @@ def _order(row: Row, *, is_by_cost: bool) -> tuple[int, float]:
 
 def lines(grid: PredictionGrid) -> Iterator[str]:
     """Yield the grid as text."""
-    yield _answer(grid)
+    yield from in_width(_answer(grid), "    ")
     yield from (f"  {text}" for text in _common(grid.rows))
     yield ""
     yield from Table(grid.rows[:_MOST_ROWS], grid.columns).text()
@@ -303,10 +304,9 @@ def _refusals(refused: Sequence[Row]) -> Iterator[str]:
 
 
 def _notes(grid: PredictionGrid) -> Iterator[str]:
-    """Yield the notes, those on most rows first."""
-    ordered = sorted(grid.notes.items(), key=lambda note: -note[1])
-    for note, count in ordered[:_MOST_NOTES]:
-        where = "" if count == len(grid.rows) else f" ({count} of {len(grid.rows)})"
-        yield f"note{where}: {note}"
-    if len(ordered) > _MOST_NOTES:
-        yield f"{len(ordered) - _MOST_NOTES} more notes: --json has all"
+    """Yield the first notes by topic, of one topic those on most rows first."""
+    ordered = sorted(grid.notes.items(), key=lambda note: (topic_of(note[0]), -note[1]))
+    counts = {note: f" ({count} of {len(grid.rows)})" for note, count in ordered}
+    counts |= dict.fromkeys((n for n, count in ordered if count == len(grid.rows)), "")
+    texts = (f"note{where}: {note}" for note, where in counts.items())
+    yield from note_lines(texts, MOST_NOTES, "--json has all")

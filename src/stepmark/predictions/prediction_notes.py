@@ -8,18 +8,49 @@ from stepmark.ground.dtypes import DType
 from stepmark.model.device import DeviceSpec
 from stepmark.predictions.contention import sheet_slowdowns
 from stepmark.predictions.inputs import Inputs
+from stepmark.predictions.note import Note, Topic, noted
 from stepmark.predictions.prediction import Prediction
 from stepmark.timeline.ledger import Group, Work
 from stepmark.timeline.step_cost import Source
 from stepmark.workloads.workload_files import read_notes
 
 
-def notes_of(prediction: Prediction) -> Iterator[str]:
+def notes_of(prediction: Prediction) -> Iterator[Note]:
     """Yield what a step lacks, where its costs are from, and what is not modelled."""
     inputs = prediction.inputs
     workload = inputs.workload
     file = inputs.file
-    yield from file.gaps if file else ()
+    yield from noted(Topic.LOWER_BOUND, file.gaps if file else ())
+    yield from noted(Topic.MODEL, _model_notes(inputs))
+    yield from noted(Topic.LOWER_BOUND, _unknown_notes(prediction.unknown))
+    if prediction.offload_share > 1:
+        text = (
+            "memory is more than estimated: copies of activations to the host take"
+            f" {prediction.offload_share:.2f} times as long as the forward passes, and what"
+            " waits for them stays on the device"
+        )
+        yield Note.of(Topic.MEMORY, text)
+    yield from _source_notes(prediction)
+    if file and inputs.times_of_file:
+        yield Note.of(Topic.ORIGIN, file.note(has_messages=not inputs.sends_by_network))
+    else:
+        yield from noted(Topic.CONTENTION, _contention_notes(prediction))
+    if prediction.spans_hosts:
+        text = f"{workload.world_size} GPUs communicate as fast as those of one host"
+        is_least = file is None or not file.has_excess
+        least = ", and the step takes at least as long" if is_least else ""
+        text = f"links between hosts are not known: {text}{least}"
+        yield Note.of(Topic.LOWER_BOUND, text)
+    yield from _use_notes(inputs, prediction.sources)
+    if inputs.tokens is None:
+        lacks = "its batch" if workload.model else "a model"
+        text = f"there are no tokens/s and no MFU, because the file does not have {lacks}"
+        yield Note.of(Topic.MODEL, text)
+
+
+def _model_notes(inputs: Inputs) -> Iterator[str]:
+    """Yield what of the model, or of its file, the step assumes or lacks."""
+    workload = inputs.workload
     packing = workload.model.packing if workload.model else None
     assumed = (packing.note,) if packing else ()
     yield from assumed
@@ -37,27 +68,6 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     yield from (
         f"of the file: {note}" for note in of_file if note not in (*assumed, *unmodelled)
     )
-    yield from _unknown_notes(prediction.unknown)
-    if prediction.offload_share > 1:
-        yield (
-            "memory is more than estimated: copies of activations to the host take"
-            f" {prediction.offload_share:.2f} times as long as the forward passes, and what"
-            " waits for them stays on the device"
-        )
-    yield from _source_notes(prediction)
-    if file and inputs.times_of_file:
-        yield file.note(has_messages=not inputs.sends_by_network)
-    else:
-        yield from _contention_notes(prediction)
-    if prediction.spans_hosts:
-        text = f"{workload.world_size} GPUs communicate as fast as those of one host"
-        is_least = file is None or not file.has_excess
-        least = ", and the step takes at least as long" if is_least else ""
-        yield f"links between hosts are not known: {text}{least}"
-    yield from _use_notes(inputs, prediction.sources)
-    if inputs.tokens is None:
-        lacks = "its batch" if workload.model else "a model"
-        yield f"there are no tokens/s and no MFU, because the file does not have {lacks}"
 
 
 def _unknown_notes(unknown: Mapping[str, bool]) -> Iterator[str]:
@@ -87,22 +97,23 @@ def by_sheet(device: DeviceSpec) -> str:
     return text if like is device else f"{text}, with {device.key}'s peak and bandwidth"
 
 
-def _source_notes(prediction: Prediction) -> Iterator[str]:
+def _source_notes(prediction: Prediction) -> Iterator[Note]:
     """Yield where costs are from, where it is not a measurement of these very operations."""
     sources = prediction.sources
     total = sum(sources.values())
     device = prediction.inputs.device
     sheet = by_sheet(device) if device else ""
     texts = {
-        Source.SCALED: "is scaled from other shapes",
-        Source.OPERATOR: "is that of operators measured by themselves",
-        Source.SHEET: f"is {sheet}",
-        Source.RULE: f"is {sheet}, by a rule where none was",
-        Source.FILE: "is the workload file's own",
+        Source.SCALED: (Topic.RULES, "is scaled from other shapes"),
+        Source.OPERATOR: (Topic.RULES, "is that of operators measured by themselves"),
+        Source.SHEET: (Topic.ORIGIN, f"is {sheet}"),
+        Source.RULE: (Topic.RULES, f"is {sheet}, by a rule where none was"),
+        Source.FILE: (Topic.ORIGIN, "is the workload file's own"),
     }
-    for source, text in texts.items():
+    for source, (topic, text) in texts.items():
         if total and sources.get(source):
-            yield f"{sources[source] / total:.0%} of the compute time {text}"
+            share = f"{sources[source] / total:.0%} of the compute time"
+            yield Note.of(topic, f"{share} {text}")
     by_source: dict[Source, list[str]] = {}
     for name, source in prediction.comm_sources.items():
         by_source.setdefault(source, []).append(name)
@@ -111,10 +122,11 @@ def _source_notes(prediction: Prediction) -> Iterator[str]:
         how = "scaled from other sizes or numbers of ranks"
         if network:
             how = f"by the links of {network.name}, fitted to measured curves"
-        yield f"times of {', '.join(names)} are {how}"
+        yield Note.of(Topic.NETWORK, f"times of {', '.join(names)} are {how}")
     if names := by_source.get(Source.SHEET):
         where = f"the links of {network.name}" if network else "the data sheet's links"
-        yield f"times of {', '.join(names)} are by {where} and published curves"
+        text = f"times of {', '.join(names)} are by {where} and published curves"
+        yield Note.of(Topic.NETWORK, text)
 
 
 def _contention_notes(prediction: Prediction) -> Iterator[str]:
@@ -145,17 +157,20 @@ def _peak_note(inputs: Inputs) -> str:
     return f"MFU and HFU are of the bf16 peak, not of the {dtype} peak{times}"
 
 
-def _use_notes(inputs: Inputs, sources: Mapping[Source, float]) -> Iterator[str]:
+def _use_notes(inputs: Inputs, sources: Mapping[Source, float]) -> Iterator[Note]:
     """Yield what of the inputs is not used, or stands for what is not known."""
     measured_on = inputs.workload.settings.get("devices")
     if inputs.file and Source.FILE not in sources and inputs.file.has_any:
-        yield "the workload file's own times are not used"
+        yield Note.of(Topic.OPTIONS, "the workload file's own times are not used")
     if Source.FILE in sources and not inputs.times_of_file and measured_on:
-        yield f"the workload file's own times are those of {measured_on}"
+        text = f"the workload file's own times are those of {measured_on}"
+        yield Note.of(Topic.RULES, text)
     if inputs.narrow_dtypes:
-        yield _peak_note(inputs)
+        yield Note.of(Topic.MODEL, _peak_note(inputs))
     if not inputs.host_is_known:
-        yield "the host's time is not known: it counts as ahead of the device"
+        text = "the host's time is not known: it counts as ahead of the device"
+        yield Note.of(Topic.HOST, text)
     is_on_gpu = inputs.case is None or inputs.case.device == "cuda"
     if inputs.power is None and is_on_gpu and not inputs.times_of_file:
-        yield "power was not calibrated: the clock counts as not limited by power"
+        text = "power was not calibrated: the clock counts as not limited by power"
+        yield Note.of(Topic.ORIGIN, text)

@@ -1,68 +1,183 @@
-"""What a prediction says, as text, from its document."""
+"""What a prediction says, as text: the answer first, then what it rests on."""
 
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
-from stepmark.ground.units import format_bytes
+from stepmark.ground.units import format_bytes, format_time, ranks_text, with_one_unit
+from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.predictions import measured_step
 from stepmark.predictions.interval import Interval
-from stepmark.predictions.prediction import HOST
+from stepmark.predictions.note import MOST_NOTES, note_lines, topic_of
+from stepmark.predictions.prediction import HOST, Prediction
+from stepmark.predictions.simulation import SteadyStep
 from stepmark.predictions.training_run import run_text
-from stepmark.tables.columns import BYTES, MS, NO_HEADING, PERCENT, given
+from stepmark.tables.columns import BYTES, MS, NO_HEADING, PERCENT, digits, given
 from stepmark.tables.table import Table
-from stepmark.timeline.ledger import TRANSFER, WAITING
+from stepmark.timeline.ledger import TRANSFER, WAITING, Group, Ledger
+from stepmark.timeline.ledger_rows import lines_of_one
+from stepmark.timeline.ledger_text import differences
 
-_MOST_STAGES = 4  # that are all printed
 _LEAST_SHARE_PCT = 5.0  # of the step that the sentence on its limit names
+_WIDTH = 160  # columns of a line of the answer
+_ALIKE = 0.01  # of the step, by which no line of stages that are alike differs
 
 
-def lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the prediction as text. document: of Prediction."""
-    where = f"{document['num_ranks']} x {document['device']}"
+def lines(
+    prediction: Prediction,
+    document: Mapping[str, Any],
+    *,
+    all_stages: bool = False,
+    all_notes: bool = False,
+) -> Iterator[str]:
+    """Yield the prediction as text, the answer first. document: of the prediction.
+
+    all_stages: with the ledger and the memory of every stage, line by line.
+    """
     pairs = dict(headline(document))
-    answer = pairs.pop("predicted step") + _host_bound(document)
-    first = f"{document['name']} on {where}: predicted step {answer}"
-    measured = document["measured"]
-    yield f"{first}{measured_step.headline(measured)}" if measured else first
-    if step := step_text(document):
-        yield f"  step: {step}"
-    memory = pairs.pop("memory", "")
-    training = pairs.pop("training", "")
-    yield "  " + ", ".join(pairs.values())
-    if document["network"]:
-        yield f"  network: {document['network']}"
-    if memory:
-        yield f"  memory: {memory}"
+    case = prediction.inputs.case
+    rank = "rank" if case and case.device == "cpu" else "GPU"
+    yield from in_width(_answer(document, rank), "    ")
+    yield from in_width(f"  {', '.join(_assumptions(prediction, document))}", "    ")
+    others = ("HFU", "communication", "pipeline", "power", "energy")
+    figures = [pairs[name] for name in others if name in pairs]
+    if "throughput" in pairs and document["num_ranks"] > 1:
+        figures.insert(0, f"{pairs['throughput']} in all")
+    if figures:
+        yield from in_width(f"  {', '.join(figures)}", "    ")
     if document["anchors"]:
         yield from anchor_lines(document["anchors"])
-    if training:
-        yield f"  training: {training}"
-    if measured:
-        yield from measured_step.lines(measured)
+    if "training" in pairs:
+        yield f"  training: {pairs['training']}"
+    if document["measured"]:
+        yield from measured_step.lines(document["measured"])
     yield ""
-    yield from ledger_lines(document)
-    if table := list(memory_lines(document)):
-        yield from ("", *table, "")
-    yield from (f"note: {note}" for note in document["notes"])
+    yield from _slowest_stage(prediction.step)
+    if all_stages:
+        yield from ("", *ledger_lines(document))
+    if "memory" in pairs:
+        yield ""
+        memory = _memory(document["memory"], _purposes(document["memory"]))
+        yield from in_width(f"memory: {memory}", "  ")
+    if all_stages and (table := list(memory_lines(document))):
+        yield from ("", *table)
+    notes = [f"note: {note}" for note in sorted(document["notes"], key=topic_of)]
+    if notes:
+        yield ""
+    yield from note_lines(notes, None if all_notes else MOST_NOTES, "--notes")
 
 
-def _host_bound(document: Mapping[str, Any]) -> str:
-    """Return that the host bounds the step, where it does, and for what the device waits."""
-    if document["bound"] != "host":
-        return ""
-    waits_pct = document["shares_pct"].get(HOST, 0.0)
-    return f", bound by the host: the device waits for launches in {waits_pct:.0f} % of it"
+def _answer(document: Mapping[str, Any], rank: str) -> str:
+    """Return the step, the rate of a rank, whether it fits, and what bounds it."""
+    least, most = ("at least ", "at most ") if document["is_lower_bound"] else ("", "")
+    where = f"{document['num_ranks']} x {document['device']}"
+    step = f"predicted step {least}{format_time(document['step_s'])}"
+    words = [f"{document['name']} on {where}: {step}"]
+    if document["measured"]:
+        words += [measured_step.headline(document["measured"])]
+    if document["tokens_per_s_gpu"]:
+        words += [f"{most}{_rate(document['tokens_per_s_gpu'])} tokens/s/{rank}"]
+    if document["mfu_pct"] is not None:
+        words += [f"{most}{document['mfu_pct']:.1f} % MFU (causal)"]
+    if memory := document["memory"]:
+        num_bytes = memory["reserved_bytes"] or memory["allocated_bytes"]
+        kind = "reserved" if memory["reserved_bytes"] else "allocated"
+        words += [fit_text(memory["verdict"], num_bytes, memory["device_bytes"], kind)]
+    return ", ".join([*words, _limit(document)])
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else digits(value)
+
+
+def fit_text(
+    verdict: str, num_bytes: int, device_bytes: int | None, kind: str = "reserved"
+) -> str:
+    """Return whether the fullest rank fits, with its bytes. kind: what these are."""
+    if device_bytes is None:
+        return f"{format_bytes(num_bytes)} {kind}"
+    words = {"fits": "fits", "close": "may not fit", "does not fit": "DOES NOT FIT"}
+    sizes = with_one_unit(format_bytes(num_bytes), "of", format_bytes(device_bytes))
+    return f"{words[verdict]} ({sizes} {kind})"
+
+
+def _assumptions(prediction: Prediction, document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the times are by, then the step that they are of."""
+    inputs = prediction.inputs
+    if inputs.times_of_file:
+        yield "by the file's own times"
+    elif inputs.calibration:
+        yield f"by calibration {inputs.calibration} of {inputs.calibrated_on}"
+    elif inputs.device:
+        yield f"by data sheet of {inputs.device.key}"
+    if inputs.host:
+        yield inputs.host
+    elif not inputs.host_is_known:
+        yield "host not known"
+    if document["network"]:
+        name, _, about = document["network"].partition(": ")
+        yield f"network {name} ({about})" if about else f"network {name}"
+    if prediction.interval and prediction.interval.is_known:
+        yield str(prediction.interval)
+    if document["tokens"]:
+        yield f"{document['tokens']:,} tokens a step"
+        yield from _shape_words(document)
+
+
+def in_width(line: str, indent: str) -> Iterator[str]:
+    """Yield a line, broken at commas where it is too long."""
+    while len(line) > _WIDTH and (place := line.rfind(", ", len(indent), _WIDTH)) > 0:
+        yield line[: place + 1]
+        line = indent + line[place + 2 :]
+    yield line
+
+
+def _slowest_stage(step: SteadyStep) -> Iterator[str]:
+    """Yield the ledger of the stage that the figures are of, and which stages are alike."""
+    slowest = _with_waiting(step.ledger)
+    where = ""
+    if len(step.ledgers) > 1:
+        ledgers = map(_with_waiting, step.ledgers)
+        alike = [stage for stage, own in enumerate(ledgers) if _is_alike(own, slowest)]
+        stages = ranks_text(alike).replace("rank", "stage")
+        where = f" in {stages}, the slowest of {len(step.ledgers)}"
+        if len(alike) == len(step.ledgers):
+            where = " in each stage"
+    yield from lines_of_one(slowest, where)
+
+
+def _with_waiting(own: Ledger) -> Ledger:
+    """Return a ledger with waiting as a line of its own, as the answer has the bubble.
+
+    Messages of a pipeline contain it, and would look slow.
+    """
+    waiting_ns = own.within.get(WAITING, 0)
+    if not waiting_ns:
+        return own
+    lines = {line: time_ns for line, time_ns in own.lines.items() if line[0] is not Group.COMM}
+    lines[Group.COMM, COMMUNICATION] = own.total(Group.COMM) - waiting_ns
+    lines[Group.IDLE, WAITING] = waiting_ns
+    return Ledger(window_ns=own.window_ns, lines=lines)
+
+
+def _is_alike(one: Ledger, other: Ledger) -> bool:
+    most_ns = _ALIKE * other.window_ns
+    return all(abs(each.ns) <= most_ns for each in differences(one, other))
 
 
 def step_text(document: Mapping[str, Any]) -> str:
     """Return the tokens of the optimizer step, and how they are computed."""
     if not document["tokens"]:
         return ""
-    words = [f"{document['tokens']:,} tokens"]
-    words += [f"mbs {document['mbs']}"] if document["mbs"] else []
-    words += [f"seq {document['seq_len']}", document["techniques"]]
-    return ", ".join(filter(None, words))
+    return ", ".join([f"{document['tokens']:,} tokens", *_shape_words(document)])
+
+
+def _shape_words(document: Mapping[str, Any]) -> Iterator[str]:
+    if document["mbs"]:
+        yield f"mbs {document['mbs']}"
+    yield f"seq {document['seq_len']}"
+    if document["techniques"]:
+        yield document["techniques"]
 
 
 def anchor_lines(anchored: Mapping[str, Any]) -> Iterator[str]:
@@ -89,31 +204,17 @@ LEDGER_COLUMNS = (
 
 
 def ledger_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the ledger of each stage as a table; of many stages those that differ most."""
+    """Yield the ledger of each stage as a table, with parts of its lines."""
     table: list[dict[str, Any]] = [*document["ledger"]]
-    waiting_ns = dict.fromkeys((row["stage"] for row in table), 0)
-    shown = set(waiting_ns)
-    num_stages = len(waiting_ns)
-    if num_stages > _MOST_STAGES:
-        waits = [row for row in document["ledger_parts"] if row["part"] == WAITING]
-        waiting_ns |= {row["stage"]: row["time_ns"] for row in waits}
-        least = min(waiting_ns, key=waiting_ns.__getitem__)
-        shown = {min(shown), least, max(shown)}
     step_ns = document["step_s"] * 1e9
     for row in document["ledger_parts"]:  # after the lines of their stage
         if row["part"] == TRANSFER:  # the rest of exposed communication
             continue
         share_pct = 100 * row["time_ns"] / step_ns
         table.append({**row, "group": "of which", "line": row["part"], "share_pct": share_pct})
-    stages = sorted((row for row in table if row["stage"] in shown), key=itemgetter("stage"))
-    yield from Table(
-        stages, [c for c in LEDGER_COLUMNS if num_stages > 1 or c is not _STAGE]
-    ).text()
-    if len(shown) < num_stages:
-        yield (
-            f"{len(shown)} of {num_stages} stages: the first, the last, and that which waits "
-            "least; --csv and --json have all"
-        )
+    has_stages = any(row["stage"] for row in table)
+    columns = [c for c in LEDGER_COLUMNS if has_stages or c is not _STAGE]
+    yield from Table(sorted(table, key=itemgetter("stage")), columns).text()
 
 
 def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -121,7 +222,7 @@ def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     least, most = ("at least ", "at most ") if document["is_lower_bound"] else ("", "")
     interval = document["interval"]
     around = Interval(**interval) if interval else None
-    step = f"{least}{document['step_s'] * 1e3:.2f} ms"
+    step = f"{least}{format_time(document['step_s'])}"
     yield "predicted step", f"{step}, {around}" if around and around.is_known else step
     if document["tokens_per_s"]:
         yield "throughput", f"{most}{document['tokens_per_s']:,.0f} tokens/s"
@@ -168,9 +269,9 @@ def _limit(document: Mapping[str, Any]) -> str:
     return f"bound by {first_ones}{words[-1]}{condition}"
 
 
-def _memory(memory: Mapping[str, Any]) -> str:
-    """Return the predicted memory and whether it fits."""
-    text = f"{format_bytes(memory['allocated_bytes'])} allocated"
+def _memory(memory: Mapping[str, Any], purposes: str = "") -> str:
+    """Return the predicted memory and whether it fits. purposes: of what is allocated."""
+    text = f"{format_bytes(memory['allocated_bytes'])} allocated{purposes}"
     if memory["reserved_bytes"]:
         text += f", {format_bytes(memory['reserved_bytes'])} reserved"
     if len(memory["stages"]) > 1:
@@ -182,20 +283,24 @@ def _memory(memory: Mapping[str, Any]) -> str:
     return f"{text}; it would fit with {memory['fitting']}" if memory["fitting"] else text
 
 
+def _purposes(memory: Mapping[str, Any]) -> str:
+    """Return what the memory of the fullest stage is for, the largest first."""
+    stage: Mapping[str, int] = memory["stages"][0] if memory["stages"] else {}
+    sizes = {name: count for name, count in stage.items() if name != "stage" and count}
+    largest_first = sorted(sizes.items(), key=lambda item: -item[1])
+    words = (f"{name} {format_bytes(count)}" for name, count in largest_first)
+    return f" ({', '.join(words)})" if sizes else ""
+
+
 def memory_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the memory of stages by purpose as a table, the fullest first, and the last's."""
+    """Yield the memory of each stage by purpose as a table, the fullest first."""
     memory = document["memory"]
     if not memory or not memory["stages"]:
         return
-    shown = memory["stages"][:_MOST_STAGES]
-    last = max(memory["stages"], key=lambda row: row["stage"])
-    shown = [*shown, *([] if last in shown else [last])]  # with the head, whatever its place
     rows = [
         {"stage": row["stage"], "total": sum(row.values()) - row["stage"], **row}
-        for row in shown
+        for row in memory["stages"]
     ]
     kinds = [name for name in rows[0] if name != "stage" and any(row[name] for row in rows)]
     columns = [given(name, BYTES) for name in kinds]
     yield from Table(rows, [_STAGE, *columns] if len(rows) > 1 else columns).text()
-    if len(memory["stages"]) > len(rows):
-        yield f"memory of {len(rows)} of {len(memory['stages'])} stages; --json has all"

@@ -21,6 +21,7 @@ from statistics import fmean
 from stepmark.ground.grouping import group_by
 from stepmark.model.device import DeviceSpec, load_devices
 from stepmark.predictions.interval import Interval, signed_interval
+from stepmark.predictions.note import Note, Topic
 from stepmark.predictions.prediction import EXPOSED, HOST, Prediction, shares_pct
 from stepmark.timeline.step_cost import Source
 from stepmark.workloads.rules import RULES
@@ -146,7 +147,8 @@ def interval_of(prediction: Prediction) -> tuple[Interval | None, list[str]]:
     else:
         note = f"no published step is of a device like {inputs.device.key}"
         note += f": the interval is by the errors of all {len(errors)} on others"
-    note = f"{note} ({_main_source(errors)})"
+    topic = Topic.INTERVAL if traits else Topic.RULES  # errors of other devices are a rule
+    note = Note.of(topic, f"{note} ({_main_source(errors)})")
     return interval_by(errors, prediction.step_s, traits), [note]
 
 
