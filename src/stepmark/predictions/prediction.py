@@ -146,7 +146,10 @@ class Prediction:
         )
         if device_bytes is None:
             return estimated
-        return replace(estimated, verdict=workload_memory.verdict(workload, device_bytes))
+        verdict = workload_memory.verdict(workload, device_bytes)
+        if verdict == memory.FITS and self.offload_share > 1:  # more than is estimated
+            verdict = memory.CLOSE
+        return replace(estimated, verdict=verdict)
 
     def rows(self) -> list[Row]:
         """Return the lines of the ledgers, which add up to the step of each stage."""

@@ -1,6 +1,7 @@
 """Offloaded activations: megatron-core's order of copies, bytes, memory, time, refusals."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -456,3 +457,5 @@ def test_predict_says_that_memory_is_more_where_copies_take_longer(tmp_path: Pat
     )
     assert "memory is more than estimated" not in hidden
     assert "memory is more than estimated: copies of activations" in late
+    assert re.search(r"\bfits \(", hidden)
+    assert re.search(r"\bclose \(|\bclose to", late)
