@@ -49,6 +49,11 @@ class StepMemory:
     fitting: str = ""
     stages: tuple[Mapping[str, int], ...] = ()
 
+    @property
+    def fits(self) -> bool | None:
+        """Return whether the step fits; None where it is close or unknown."""
+        return {memory.FITS: True, memory.NO_FIT: False}.get(self.verdict)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
