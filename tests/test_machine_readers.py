@@ -102,6 +102,27 @@ def test_a_file_is_short_and_its_links_lead_somewhere(file: Path) -> None:
         assert (ROOT / target).is_file(), target
 
 
+def test_the_site_has_both_with_links_to_its_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import site_hooks
+
+    site = tmp_path / "site"
+    site.mkdir()
+    site_hooks.on_post_build({"site_dir": str(site)})
+    targets: list[str] = []
+    for file in (AGENTS, LLMS):
+        written = (site / file.name).read_text()
+        assert written.count("](") == file.read_text().count("](")
+        targets += re.findall(r"\]\(([^)#]+)", written)
+    assert {"outputs.html", "verbs/index.html", "AGENTS.md"} <= {*targets}
+    for target in targets:
+        page = re.sub(r"^(?!\.\./)(.*)\.html$", r"docs/\1.md", target).removeprefix("../")
+        assert (ROOT / page).is_file(), target
+
+
 def test_what_is_refused_is_one_sentence_and_no_json(folder: Path) -> None:
     done = stepmark("predict", "llama-3.1-9b", "--device", "h200", "--json", "-", cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")

@@ -212,9 +212,7 @@ def test_logs_of_a_failure_are_no_exception() -> None:
     assert (tables.answer, tables.state, tables.exit_code) == (None, None, 0)
 
 
-def test_a_finished_sweep_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_sweep_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(RESULTS / "h200-x4-sweep-all_reduce", tmp_path / "one")
     own = sm.sweep(resume="one", out=tmp_path)
     expected = json.loads((tmp_path / "one" / "sweep.json").read_text())
@@ -268,5 +266,5 @@ def test_the_main_job(tmp_path: Path) -> None:
     assert step.predicted_s is not None
     assert own.step_s == pytest.approx(step.step_s, rel=0.01)
     assert own.info.command.startswith("stepmark run llama-3.1-8b --scale tiny --nproc 1")
-    with pytest.raises(sm.ConfigError, match="resume .* is no keyword here"):
+    with pytest.raises(sm.ConfigError, match=r"resume .* is no keyword here"):
         sm.run(resume="latest")

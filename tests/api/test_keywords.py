@@ -99,7 +99,7 @@ def test_rules_name_keywords_but_leave_commands_as_they_are(rule: str, words: st
     def refuse() -> None:
         raise ConfigError("--world-size", 7, rule)
 
-    with pytest.raises(ConfigError, match="^world_size 7 is invalid") as raised:
+    with pytest.raises(ConfigError, match=r"^world_size 7 is invalid") as raised:
         refuse()
     assert str(raised.value).endswith(words)
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from stepmark.ground.options import options
 from stepmark.comparison.check_options import CheckOptions
+from stepmark.ground.options import options
 
 from .process import environment
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
 EXAMPLE: dict[str, Any] = yaml.safe_load((ROOT / "examples/github/check.yml").read_text())
 [STEP] = ACTION["runs"]["steps"]
-# The shell of a runner for `shell: bash`, by GitHub's workflow syntax (jobs.<job_id>.steps[*].shell).
+# The shell of a runner for `shell: bash`, by GitHub's workflow syntax (steps[*].shell).
 SHELL = ("bash", "--noprofile", "--norc", "-eo", "pipefail")
 PROGRAM = f'exec {sys.executable} -m stepmark "$@"'
 LAUNCHES = "results/h200-x4-comm-launches"

@@ -249,7 +249,7 @@ def test_what_says_nothing_of_a_current_run_is_refused(tmp_path: Path) -> None:
     for name, value in (("budget", 5.0), ("launches", 5)):
         with pytest.raises(ConfigError, match=f"^{name} {value} is invalid.*left out with"):
             judged([before], [now], **{name: value})
-    with pytest.raises(ConfigError, match="current .*another run than --baseline"):
+    with pytest.raises(ConfigError, match=r"current .*another run than --baseline"):
         judged([before, now], [now])
-    with pytest.raises(ConfigError, match="current .*a run with a case of before"):
+    with pytest.raises(ConfigError, match=r"current .*a run with a case of before"):
         judged([before], [other])

@@ -7,11 +7,11 @@ from html import escape
 from typing import Any
 
 from stepmark.api.keywords import read, spells_keywords, text
-from stepmark.api.ledger import plotly_figure
+from stepmark.api.ledger import to_plotly
 from stepmark.api.run import Run
+from stepmark.comparison import compare_verb, comparison_page
 from stepmark.comparison import comparison as core
 from stepmark.comparison import comparison_text as report
-from stepmark.comparison import compare_verb, comparison_page
 from stepmark.comparison.compare_options import CompareOptions
 from stepmark.store.view import console
 from stepmark.tables.columns import named
@@ -73,7 +73,7 @@ class Comparison(Table):
         if len(figures) > 1:
             lines = self.comparison.lines
             figures = [comparison_page.ratios(lines, self.comparison)]
-        return plotly_figure(figures[0])
+        return to_plotly(figures[0])
 
     def show(self) -> None:
         """Print what `stepmark compare` prints."""

@@ -37,7 +37,7 @@ class Ledger(Table):
 
     def plot(self) -> Any:
         """Return a plotly figure: a bar per stage, or one predicted and one measured."""
-        return plotly_figure(self._figure)
+        return to_plotly(self._figure)
 
 
 class Step:
@@ -77,7 +77,7 @@ class Step:
         return f"<Step {self.answer}>"
 
 
-def plotly_figure(figure: Figure) -> Any:
+def to_plotly(figure: Figure) -> Any:
     """Return a plotly.graph_objects.Figure. Raises MissingPackageError without plotly."""
     drawn = draw(figure)
     layout = drawn["layout"]

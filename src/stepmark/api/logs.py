@@ -28,9 +28,9 @@ class Logs(Table):
         parts = [*self.document["sources"], *self.document["tables"]]
         rows = [finding for part in parts for finding in part["findings"]]
         super().__init__(rows, named(("severity", "rule", "text", "file", "line")))
-        answer = self.document["answer"] or {}
-        self.answer: str | None = answer.get("text")
-        self.state = answer and str(answer["state"]) or None
+        answer = self.document["answer"]
+        self.answer: str | None = answer and answer["text"]
+        self.state: str | None = answer and str(answer["state"])
         self.exit_code = report.exit_code
         training = [row for part in parts for row in part.get("training", ())]
         flops = [row for part in parts for row in part.get("flops", ())]

@@ -242,9 +242,7 @@ def _measured(verb: str, words: Sequence[object], options: dict[str, object]) ->
 def _carry_out(verb: str, options: MeasureOptions) -> Run:
     """Measure as the verb does, and return the run."""
     _, make_plan = VERBS[verb]
-    return _measured_run(
-        verb, options, make_plan, resume=options.resume, force=options.force
-    )
+    return _measured_run(verb, options, make_plan, resume=options.resume, force=options.force)
 
 
 def _measured_run(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.api.keywords import names_of, read, spells_keywords, text
-from stepmark.api.ledger import plotly_figure
+from stepmark.api.ledger import to_plotly
 from stepmark.api.model import Model
 from stepmark.framework_files import configuration
 from stepmark.ground.errors import StepmarkError
@@ -90,7 +90,7 @@ class Workload(Table):
         figures = workload_page.sizes(self.program, self._checked(stage))
         if not figures:
             raise StepmarkError(f"{self.name} has no messages to plot.")
-        return plotly_figure(figures[-1])
+        return to_plotly(figures[-1])
 
     def show(self) -> None:
         """Print what `stepmark workload show` prints."""

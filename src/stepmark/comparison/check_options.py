@@ -17,7 +17,7 @@ class CheckOptions(Files, RunsFolder):
         names="run",
     )
     current: str | None = flag(
-        "judge this run, measured before, and measure nothing; commas join its launches",
+        "judge this run, measured before; commas join its launches",
         names="run",
     )
     budget: Duration | None = flag("time in all [10m]")

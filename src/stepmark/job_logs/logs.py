@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from stepmark import text_tables as tables
 from stepmark.collectives.judgement import Judgement, judge, parse_nics
@@ -318,7 +319,7 @@ class LogReport:
             ],
         )
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> dict[str, Any]:
         """Return everything as plain values, whatever options limit the text."""
         return {
             "answer": asdict(self.answer) if self._is_of_job else None,

@@ -52,7 +52,9 @@ class StepMemory:
     @property
     def fits(self) -> bool | None:
         """Return whether the step fits; None where it is close or unknown."""
-        return {memory.FITS: True, memory.NO_FIT: False}.get(self.verdict)
+        if self.verdict == memory.FITS:
+            return True
+        return False if self.verdict == memory.NO_FIT else None
 
 
 @dataclass(frozen=True, kw_only=True)
