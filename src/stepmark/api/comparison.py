@@ -31,9 +31,11 @@ class Comparison(Table):
     names: the sides, the baseline first. overall: the geometric mean of each side's ratios.
     notes: what differs besides, what has no pair, why there is no verdict. too_slow: whether
     something is certainly slower by more than fail_if_slower; None without such a limit, and
-    where a line is untested. Of one side besides the baseline: speed: the geometric mean of its
+    where a line is untested.
+
+    Figures of two sides, None of more, which `overall` has: speed: the geometric mean of the
     speeds over the baseline's, 1.05 is 5 % faster; low, high: its 99 % interval; verdict:
-    faster, slower, same or cannot tell. They are None of several sides: `overall` has them.
+    faster, slower, same or cannot tell.
     """
 
     def __init__(self, comparison: core.Comparison) -> None:

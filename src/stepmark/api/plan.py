@@ -16,11 +16,13 @@ class Plan(Table):
     """Simulated layouts, of each number of GPUs the fastest first. Its rows are these layouts.
 
     best: the first row of each number of GPUs. commands: `stepmark predict` of these. left_out:
-    numbers of GPUs without a layout, and why. Of one number of GPUs, figures of the best:
-    step_s: seconds of an optimizer step; tokens_per_s, tokens_per_s_gpu: tokens per second of
-    all GPUs and of one; mfu_pct: model FLOPs utilization (causal) in percent; memory: of a
-    rank, as a prediction has it. They are None of several numbers of GPUs.
-    document: everything, as `stepmark plan --json` writes it.
+    numbers of GPUs without a layout, and why. document: everything, as `stepmark plan --json`
+    writes it.
+
+    Figures of the best layout, None where several numbers of GPUs were searched: step_s:
+    seconds of an optimizer step; tokens_per_s, tokens_per_s_gpu: tokens per second of all GPUs
+    and of one; mfu_pct: model FLOPs utilization (causal) in percent; memory: of a rank, as a
+    prediction has it.
     """
 
     def __init__(

@@ -64,10 +64,11 @@ VERBS: dict[str, tuple[type[MeasureOptions] | None, Callable[[Any, Machine], Pla
 class Run(Table):
     """A run that was measured: a row per case, and per rank if a case has figures of ranks.
 
-    path: the folder of the run, which other functions take in place of the run. Of its only
-    measured training step: step_s: seconds of an optimizer step (median); tokens_per_s,
-    tokens_per_s_gpu: tokens per second of all GPUs and of one; mfu_pct: model FLOPs utilization
-    (causal) in percent. They are None of no training step, and of several: `rows` has them.
+    path: the folder of the run, which other functions take in place of the run.
+
+    Figures of the training step, None without one, and with several, which `rows` has: step_s:
+    seconds of an optimizer step (median); tokens_per_s, tokens_per_s_gpu: tokens per second of
+    all GPUs and of one; mfu_pct: model FLOPs utilization (causal) in percent.
     """
 
     def __init__(self, path: Path) -> None:

@@ -55,7 +55,7 @@ def sweep(command: str | Sequence[str] = (), **options: object) -> Sweep:
     command: the words after `stepmark`, such as "comm all_reduce -b 1M -e 1G". options: those
     of `stepmark sweep`, with env={"NCCL_ALGO": ["Ring", "Tree"]} for variables and
     set={"ac": ["none", "full"]} for flags of the command; `options("sweep")` lists them.
-    resume="ID" goes on with a sweep. Settings that fail are in `failed`. Raises ConfigError for
+    resume="ID" continues a sweep. Settings that fail are in `failed`. Raises ConfigError for
     bad options, StepmarkError where fewer than two settings were measured.
     """
     words = shlex.split(command) if isinstance(command, str) else list(command)
