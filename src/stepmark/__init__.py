@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stepmark.api.comparison import Comparison, compare
-    from stepmark.api.ledger import Ledger, Step
+    from stepmark.api.ledger import Ledger
     from stepmark.api.logs import Logs, logs
+    from stepmark.api.main_job import run
     from stepmark.api.model import Model
     from stepmark.api.options import options
     from stepmark.api.plan import Plan, plan
     from stepmark.api.prediction import Prediction, Predictions, predict
-    from stepmark.api.run import Replay, Run, measure, read_run, replay, run
+    from stepmark.api.run import Replay, Run, measure, read_run, replay
+    from stepmark.api.step import Step
     from stepmark.api.sweep import Sweep, sweep
     from stepmark.api.trace import Trace, read_trace
     from stepmark.api.workload import Workload, read_workload, workload
@@ -61,13 +63,15 @@ __all__ = [
 # Modules of the names above, imported when a name is used.
 _MODULES = {
     "stepmark.api.comparison": ("Comparison", "compare"),
-    "stepmark.api.ledger": ("Ledger", "Step"),
+    "stepmark.api.ledger": ("Ledger",),
     "stepmark.api.logs": ("Logs", "logs"),
+    "stepmark.api.main_job": ("run",),
     "stepmark.api.model": ("Model",),
     "stepmark.api.options": ("options",),
     "stepmark.api.plan": ("Plan", "plan"),
     "stepmark.api.prediction": ("Prediction", "Predictions", "predict"),
-    "stepmark.api.run": ("Replay", "Run", "measure", "read_run", "replay", "run"),
+    "stepmark.api.run": ("Replay", "Run", "measure", "read_run", "replay"),
+    "stepmark.api.step": ("Step",),
     "stepmark.api.sweep": ("Sweep", "sweep"),
     "stepmark.tables.table": ("Table",),
     "stepmark.api.trace": ("Trace", "read_trace"),

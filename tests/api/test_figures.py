@@ -12,6 +12,8 @@ import pytest
 from tests.cli.process import stepmark
 
 import stepmark as sm
+from stepmark.api.sweep import _swept as swept
+from stepmark.cases.sweep import split_values
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
@@ -240,6 +242,24 @@ def test_what_a_sweep_refuses_is_in_keywords() -> None:
     assert "did you mean repeats?" in refused(lambda: sm.sweep("comm", env=env, repeat=3))
     for name in ("json", "emit_tuner", "dry_run"):
         assert "command line" in refused(lambda n=name: sm.sweep("comm", env=env, **{n: "x"}))
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ({"ac": ["none", "full"]}, ["ac=none,full"]),
+        ({"compile": [True, False], "mbs": range(1, 3)}, ["compile=on,off", "mbs=1,2"]),
+        ({"NCCL_ALGO": ["Ring", None]}, ["NCCL_ALGO=Ring,"]),
+        ({"NCCL_ALGO": "Ring,Tree", "mbs": 2}, ["NCCL_ALGO=Ring,Tree", "mbs=2"]),
+        ({"PATHS": ["a,b", "c\\d"]}, [r"PATHS=a\,b,c\\d"]),
+    ],
+)
+def test_values_of_a_sweep_are_python_s_own(
+    values: dict[str, object], texts: list[str]
+) -> None:
+    assert swept(values) == texts
+    parsed = [split_values(text.partition("=")[2]) for text in texts]
+    assert parsed[-1][0] == {"PATHS": "a,b"}.get(next(iter(values)), parsed[-1][0])
 
 
 @pytest.mark.ranks

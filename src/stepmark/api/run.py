@@ -9,11 +9,9 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepmark.api.keywords import read, spells_keywords
-from stepmark.api.ledger import Step
-from stepmark.api.model import Model
 from stepmark.api.workload import Workload, in_files
 from stepmark.cases.case import OpCase
 from stepmark.cases.comm_case import CommCase
@@ -27,7 +25,7 @@ from stepmark.collectives.comm_options import CommOptions
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.option_groups import MeasureOptions
-from stepmark.ground.options import argv, plain
+from stepmark.ground.options import argv, load, plain
 from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.measure import measured
 from stepmark.model.collectives import Collective, collective_named
@@ -38,10 +36,8 @@ from stepmark.replays import replay_verb
 from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.replays.replay_log_verb import of_run
 from stepmark.replays.replay_options import ReplayOptions
-from stepmark.runs import run as main_job
 from stepmark.runs.run_options import RunOptions
 from stepmark.runs.runs import print_run
-from stepmark.runs.step_report import step_report
 from stepmark.store import view
 from stepmark.store.commands import options_of
 from stepmark.store.reader import find_run
@@ -51,6 +47,9 @@ from stepmark.tables.row_tables import ran
 from stepmark.tables.table import Table
 from stepmark.training import train
 from stepmark.training.train_options import TrainOptions
+
+if TYPE_CHECKING:
+    from stepmark.api.step import Step
 
 # By verb: options, None: those of a family, and the function that plans the cases of options.
 VERBS: dict[str, tuple[type[MeasureOptions] | None, Callable[[Any, Machine], Plan]]] = {
@@ -100,10 +99,10 @@ class Run(Table):
         return list(dict.fromkeys(record.case for record in self.records))
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> "list[Step]":
         """The steps of `run` and their predictions. Raises ConfigError for a changed one."""
-        report = step_report(self.path, self._view)
-        return [Step(step) for step in report.steps] if report else []
+        steps: list[Step] = load("stepmark.api.step:steps_of")(self.path, self._view)
+        return steps
 
     def show(self) -> None:
         """Print what `stepmark runs show` prints."""
@@ -207,19 +206,6 @@ def measure(what: str | AnyCase | Workload, *words: object, **options: object) -
 
 
 @spells_keywords
-def run(model: str | os.PathLike[str] | Model | None = None, **options: object) -> Run:
-    """Calibrate, predict a training step and measure it, as `stepmark run` does.
-
-    model: a name, a file such as config.json, or a Model; None: the largest built-in one that
-    fits. options: those of `stepmark run`, e.g. nproc=8, budget="10m"; `options("run")` lists
-    them. `steps` of the run has the ledgers, predicted and measured. Raises ConfigError for bad
-    options, StepmarkError where nothing was measured.
-    """
-    given = read(RunOptions, [] if model is None else [model], options)
-    return _measured_run("run", given, main_job.plan)
-
-
-@spells_keywords
 def replay(workload: str | os.PathLike[str] | Workload, **options: object) -> Replay:
     """Replay a workload on processes of this machine, and return its log of every message.
 
@@ -243,10 +229,10 @@ def _measured(verb: str, words: Sequence[object], options: dict[str, object]) ->
 def _carry_out(verb: str, options: MeasureOptions) -> Run:
     """Measure as the verb does, and return the run."""
     _, make_plan = VERBS[verb]
-    return _measured_run(verb, options, make_plan, resume=options.resume, force=options.force)
+    return measure_plan(verb, options, make_plan, resume=options.resume, force=options.force)
 
 
-def _measured_run(
+def measure_plan(
     verb: str,
     options: MeasureOptions | RunOptions,
     make_plan: Callable[[Any, Machine], Plan],

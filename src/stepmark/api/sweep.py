@@ -77,10 +77,20 @@ def sweep(command: str | Sequence[str] = (), **options: object) -> Sweep:
 
 
 def _swept(values: object) -> object:
-    """Return NAME=VALUE,... of a dict; True and False are on and off, None leaves it unset."""
+    """Return NAME=VALUE,... of a dict; True and False are on and off, None leaves it unset.
+
+    Text in place of a list is that of the command line: "Ring,Tree".
+    """
     if not isinstance(values, Mapping):
         return values
-    return [f"{name}={','.join(map(_value, each))}" for name, each in values.items()]
+    return [f"{name}={_listed(each)}" for name, each in values.items()]
+
+
+def _listed(values: object) -> str:
+    if isinstance(values, str):
+        return values
+    items = values if isinstance(values, list | tuple | range) else [values]
+    return ",".join(map(_value, items))
 
 
 def _value(value: object) -> str:
