@@ -7,6 +7,8 @@ from stepmark.tables.columns import Column, Row
 from stepmark.tables.figures import Figure, draw
 from stepmark.tables.table import Table, package
 
+_WORDS_HEIGHT = 120  # pixels: of the title, the note and the legend
+
 
 class Ledger(Table):
     """The lines of a step, a row each: group, line and time in nanoseconds.
@@ -30,7 +32,9 @@ def to_plotly(figure: Figure) -> Any:
     """Return a plotly.graph_objects.Figure. Raises MissingPackageError without plotly."""
     drawn = draw(figure)
     layout = drawn["layout"]
-    # A page has the title and the note around a figure; here the figure has them.
+    # A page has the title and the note around a figure, which here has them itself.
     layout["title"] = {"text": figure.title, "subtitle": {"text": figure.note}}
-    layout["margin"] |= {"t": 120}
+    layout["title"] |= {"automargin": True, "yref": "container"}
+    layout["legend"] |= {"yref": "container", "y": 0.0}
+    layout["height"] = figure.height + _WORDS_HEIGHT
     return package("plotly.graph_objects").Figure(data=drawn["data"], layout=layout)
