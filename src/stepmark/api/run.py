@@ -9,9 +9,10 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.step import Step, steps_of
 from stepmark.api.workload import Workload, in_files
 from stepmark.cases.case import OpCase
 from stepmark.cases.comm_case import CommCase
@@ -25,7 +26,7 @@ from stepmark.collectives.comm_options import CommOptions
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.option_groups import MeasureOptions
-from stepmark.ground.options import argv, load, plain
+from stepmark.ground.options import argv, plain
 from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.measure import measured
 from stepmark.model.collectives import Collective, collective_named
@@ -47,9 +48,6 @@ from stepmark.tables.row_tables import ran
 from stepmark.tables.table import Table
 from stepmark.training import train
 from stepmark.training.train_options import TrainOptions
-
-if TYPE_CHECKING:
-    from stepmark.api.step import Step
 
 # By verb: options, None: those of a family, and the function that plans the cases of options.
 VERBS: dict[str, tuple[type[MeasureOptions] | None, Callable[[Any, Machine], Plan]]] = {
@@ -99,10 +97,9 @@ class Run(Table):
         return list(dict.fromkeys(record.case for record in self.records))
 
     @cached_property
-    def steps(self) -> "list[Step]":
+    def steps(self) -> list[Step]:
         """The steps of `run` and their predictions. Raises ConfigError for a changed one."""
-        steps: list[Step] = load("stepmark.api.step:steps_of")(self.path, self._view)
-        return steps
+        return steps_of(self.path, self._view)
 
     def show(self) -> None:
         """Print what `stepmark runs show` prints."""

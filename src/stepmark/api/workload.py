@@ -15,12 +15,17 @@ from stepmark.api.ledger import to_plotly
 from stepmark.api.model import Model
 from stepmark.framework_files import configuration
 from stepmark.ground.errors import StepmarkError
-from stepmark.ground.options import load
 from stepmark.step import native
 from stepmark.step import workload as core
 from stepmark.tables.columns import Row
 from stepmark.tables.table import Table
-from stepmark.workloads import workload_files, workload_flags, workload_show, workload_tables
+from stepmark.workloads import (
+    workload_files,
+    workload_flags,
+    workload_page,
+    workload_show,
+    workload_tables,
+)
 from stepmark.workloads.formats import op_csv
 from stepmark.workloads.rules import find_rule
 from stepmark.workloads.workload import generate, with_times
@@ -82,8 +87,7 @@ class Workload(Table):
 
     def plot(self, stage: int = 0) -> Any:
         """Return a plotly figure: bytes that a rank of a stage sends, by message size."""
-        sizes = load("stepmark.workloads.workload_page:sizes")
-        figures = sizes(self.program, self._checked(stage))
+        figures = workload_page.sizes(self.program, self._checked(stage))
         if not figures:
             raise StepmarkError(f"{self.name} has no messages to plot.")
         return to_plotly(figures[-1])
