@@ -4,7 +4,8 @@
     ```sh run                commands that the build executes; their output follows
     ```sh run head=9 tail=3  the same, and only these lines of the output
 
-Commands run one after the other, each page in a folder of its own beside examples and results.
+The site also has llms.txt and AGENTS.md, with links to its pages. Commands run one after the
+other, each page in a folder of its own beside examples and results.
 """
 
 import contextlib
@@ -29,11 +30,26 @@ from stepmark.operators.op_options import options_class
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```sh run(?: head=(\d+))?(?: tail=(\d+))?\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
+FOR_MACHINES = ("llms.txt", "AGENTS.md")
 
 
 def on_config(_config: Any) -> None:
     """Set the width of outputs."""
     os.environ |= {"COLUMNS": "110", "NO_COLOR": "1"}
+
+
+def on_post_build(config: Any) -> None:
+    """Write the files for machine readers beside the pages."""
+    for name in FOR_MACHINES:
+        text = for_site((ROOT / name).read_text())
+        Path(config["site_dir"], name).write_text(text)
+
+
+def for_site(text: str) -> str:
+    """Return a file at the root with links from the site: to pages, or beside docs/."""
+    text = re.sub(r"\]\(docs/([^)#]+)\.md", r"](\1.html", text)
+    names = "|".join(map(re.escape, FOR_MACHINES))
+    return re.sub(rf"\]\((?!{names}|https?:)([A-Z][^)/]*\.md)", r"](../\1", text)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

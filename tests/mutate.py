@@ -23,6 +23,7 @@ from queue import SimpleQueue
 ROOT = Path(__file__).parents[1]
 COPIED = ("src", "tests", "examples", "docs", "results", "recipes", "validation")
 FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
+FILES += ("AGENTS.md", "llms.txt", "action.yml")
 LIMIT_S = 900
 
 

@@ -18,12 +18,17 @@ FUNCTIONS = (
     "predict",
     "plan",
     "measure",
+    "run",
+    "sweep",
     "replay",
     "read_run",
     "compare",
+    "read_trace",
+    "logs",
+    "options",
 )
-ORDER = (*FUNCTIONS, "read_trace", "options", "Model", "Table", "Workload", "Prediction")
-ORDER += ("Predictions", "Plan", "Run", "Replay", "Comparison", "Trace")
+ORDER = (*FUNCTIONS, "Model", "Table", "Workload", "Prediction", "Predictions", "Ledger")
+ORDER += ("Plan", "Run", "Step", "Replay", "Comparison", "Sweep", "Trace", "Logs")
 
 
 def signature(function: object) -> str:

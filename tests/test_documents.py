@@ -35,6 +35,7 @@ PAGES = [
 ]
 OUTSIDE = (
     "README.md",
+    "AGENTS.md",
     "CONTRIBUTING.md",
     "containers/README.md",
     "examples/README.md",

@@ -15,6 +15,7 @@ from stepmark.operators.op_options import options_class
 
 VERBS = [("op", "gemm"), ("op", "all"), ("op", ""), ("comm", ""), ("train", "")]
 VERBS += [("replay", ""), ("predict", ""), ("compare", ""), ("trace", ""), ("workload", "ddp")]
+VERBS += [("plan", ""), ("run", ""), ("sweep", ""), ("logs", "")]
 
 
 def test_values_may_be_python_s_own_or_the_command_line_s_text() -> None:
@@ -65,6 +66,8 @@ def test_launches_of_a_side_have_commas_between_them() -> None:
         ({"family": "bmm"}, "family bmm is invalid: it is no keyword"),
         ({"find_max": 1}, "find-max 1 is invalid: it must be True or False"),
         ({"m": True}, "m is invalid: it must be a value"),
+        ({"device": {"a": 1}}, "device .* it must be text, a number or a path.*not dict"),
+        ({"m": [object()]}, "m .* not object"),
         ({"seq_len": 3, "seq_length": 3}, "seq_length 3 is invalid"),
         ({"launches": 0}, "launches 0 is invalid: it must be from 1 to 100"),
     ],
@@ -82,6 +85,25 @@ def test_what_only_write_does_is_no_keyword_of_workload(name: str) -> None:
     assert name not in [row["keyword"] for row in sm.options("workload")]
 
 
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("only with --dp-replicate", "it works only with dp_replicate."),
+        ("it needs --pass wgrad", "it needs pass_ wgrad."),
+        ("measure it by `stepmark op gemm --m 8`", "measure it by `stepmark op gemm --m 8`."),
+        ("it is for stepmark VERB --dry-run; use --nproc", "VERB --dry-run; use nproc."),
+    ],
+)
+def test_rules_name_keywords_but_leave_commands_as_they_are(rule: str, words: str) -> None:
+    @keywords.spells_keywords
+    def refuse() -> None:
+        raise ConfigError("--world-size", 7, rule)
+
+    with pytest.raises(ConfigError, match=r"^world_size 7 is invalid") as raised:
+        refuse()
+    assert str(raised.value).endswith(words)
+
+
 def test_two_spellings_of_one_option_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="batch_size 3 is invalid: it is given twice: it is mbs"
@@ -97,7 +119,7 @@ def test_too_many_words_are_refused() -> None:
 def test_messages_name_the_keyword_also_where_a_verb_refuses_a_value() -> None:
     with pytest.raises(ConfigError, match=r"^world_size 7 is invalid: .*multiple of tp 2"):
         sm.workload("gpt2-124m", framework="fsdp", world_size=7, tp=2)
-    with pytest.raises(ConfigError, match=r"with --framework megatron"):
+    with pytest.raises(ConfigError, match=r"works only with framework megatron\.$"):
         sm.workload("gpt2-124m", framework="fsdp", use_distributed_optimizer=True)
     with pytest.raises(ConfigError, match=r"did you mean llama-3\.1-8b"):
         sm.Model("llama-3.1-9b")

@@ -130,7 +130,7 @@ def test_a_case_that_cannot_run_is_a_row() -> None:
         (("all-reduce",), r'did you mean measure\("comm", "all_reduce", ...\)\?'),
         (("nothing",), "one of op, comm, train, replay, a workload or a case"),
         (("op", "gem"), "did you mean gemm"),
-        (("op", "gemm"), "shape is missing: give --m, --n and --k"),
+        (("op", "gemm"), "shape is missing: give m, n and k"),
         (("comm",), "collective is missing"),
         (("comm", "all_reduc"), "all_reduc is invalid"),
         (("train", "gpt3"), "model gpt3 is invalid: did you mean"),

@@ -11,6 +11,7 @@ HEAVY = (
     "torch",
     "numpy",
     "pandas",
+    "plotly",
     "msgspec",
     "rich",
     "stepmark.ground",

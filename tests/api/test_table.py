@@ -20,8 +20,11 @@ def test_without_the_package_it_says_what_to_do(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
+    frame = getattr(sm.Table(ROWS), METHODS[package])
     with pytest.raises(sm.StepmarkError, match=f"^{package} is not installed: use pip install"):
-        getattr(sm.Table(ROWS), METHODS[package])()
+        frame()
+    with pytest.raises(ImportError, match=r"or rows\(\), which needs nothing\.$"):
+        frame()
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -195,3 +195,61 @@ def test_a_plan_names_its_baseline_wherever_it_is_resumed(
     planned = check.plan(CheckOptions(baseline="before"))
     assert planned.options["baseline"] == str(tmp_path / "runs" / "before")
     assert planned.command == "check"
+
+
+def judged(before: Sequence[Path], now: Sequence[Path], **options: object) -> int:
+    """The exit code of check --current."""
+    texts = (",".join(map(str, paths)) for paths in (before, now))
+    baseline, current = texts
+    return check.run(CheckOptions(baseline=baseline, current=current, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("now", "code"),
+    [
+        (SPREAD, 0),
+        ([1.2 * s for s in SPREAD], 1),
+        ([1.026 * s for s in SPREAD], 3),
+        ((1.0,), 3),
+    ],
+)
+def test_a_run_that_was_measured_before_has_the_verdict_of_one_that_is_measured(
+    now: Sequence[float], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = runs(tmp_path, "before", (1.0,))
+    path = launches(tmp_path, "now", now)
+    assert shown(path, *before) == code
+    out, err = capsys.readouterr()
+    assert judged(before, [path]) == code
+    own = capsys.readouterr()
+    assert own.out == out
+    assert own.err.partition(";")[0].strip() in err
+    if code == 3:
+        assert "in --current" in own.err
+    # Launches in runs of their own count as those of one run.
+    assert judged(before, runs(tmp_path, "each", now)) == code
+
+
+def test_wrong_results_of_a_current_run_are_no_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = launches(tmp_path, "before", SPREAD)
+    info = dataclasses.replace(run_info(), run_id="now")
+    with new_run(tmp_path, info) as writer:
+        writer.append(dataclasses.replace(measured(COPY, 1.0, num_wrong=3), run_id="now"))
+    assert judged([before], [tmp_path / "now"]) == 1
+    assert "all 1 results are wrong" in capsys.readouterr().err
+
+
+def test_what_says_nothing_of_a_current_run_is_refused(tmp_path: Path) -> None:
+    before = launches(tmp_path, "before", SPREAD)
+    now = launches(tmp_path, "now", SPREAD)
+    larger = dataclasses.replace(COPY, op=Copy(num_bytes=2**31))
+    other = launches(tmp_path, "other", SPREAD, cases=(larger,))
+    for name, value in (("budget", 5.0), ("launches", 5)):
+        with pytest.raises(ConfigError, match=f"^{name} {value} is invalid.*left out with"):
+            judged([before], [now], **{name: value})
+    with pytest.raises(ConfigError, match=r"current .*another run than --baseline"):
+        judged([before, now], [now])
+    with pytest.raises(ConfigError, match=r"current .*a run with a case of before"):
+        judged([before], [other])

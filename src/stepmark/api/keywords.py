@@ -6,10 +6,13 @@ import keyword
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from numbers import Number
 from typing import ParamSpec, TypeVar
 
+from stepmark.comparison.sweep_options import SweepOptions
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.option_groups import MeasureOptions
+from stepmark.ground.option_groups import RunFolder
 from stepmark.ground.options import REQUIRED, Option, build, dashed
 from stepmark.ground.options import options as declared
 from stepmark.tables.columns import Row, given
@@ -23,8 +26,10 @@ _ONLY_PRINTED = {
     *("json", "csv", "html", "timeline", "aicb_log", "output_file", "dry_run", "distinct"),
     *("wide", "style", "print_as", "list_all", "details", "to", "rank", "pp_rank"),
     *("stages", "notes", "pipeline_stage", "average", "report_cputime", "report_timestamps"),
-    "memory",
+    *("memory", "emit_tuner", "tuner_plugin"),
 }
+# A flag in a sentence, but none of a command that the sentence quotes.
+_FLAG = re.compile(r"`[^`]*`|\bstepmark [a-zA-Z][^;,]*|(?<![\w-])--([a-z][a-z0-9-]*)")
 
 
 def read(
@@ -89,34 +94,37 @@ def describe(cls: type) -> list[Row]:
 
 
 def spells_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function name the field of a ConfigError as a keyword: world_size."""
+    """Make a function name flags in a ConfigError as keywords: world_size."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except ConfigError as error:
-            if not re.fullmatch("-{0,2}[a-z][a-z0-9-]*", error.field):
-                raise
-            field = error.field.lstrip("-").replace("-", "_")
-            raise ConfigError(field, error.value, error.allowed) from error.__cause__
+            field = error.field
+            if re.fullmatch("-{0,2}[a-z][a-z0-9-]*", field):
+                field = keyword_of(field.lstrip("-"))
+            allowed = _FLAG.sub(lambda m: keyword_of(m[1]) if m[1] else m[0], error.allowed)
+            raise ConfigError(field, error.value, allowed) from error.__cause__
 
     return call
 
 
-def names_of(cls: type) -> dict[str, Option]:
-    """Return the options by keyword: the field's name first, then its other spellings.
+def keyword_of(name: str) -> str:
+    """Return the keyword of a flag without its dashes; a word of Python has a _ at its end."""
+    word = name.replace("-", "_")
+    return f"{word}_" if keyword.iskeyword(word) else word
 
-    A word of Python has a _ at its end: --pass is pass_.
-    """
+
+def names_of(cls: type) -> dict[str, Option]:
+    """Return the options by keyword: the field's name first, then its other spellings."""
     usable = _usable(cls)
     names = {option.name: option for option in usable}
     for option in usable:
         for spelling in option.spellings:
             word = spelling.partition("/")[0]
             if word.startswith("--"):
-                name = word.removeprefix("--").replace("-", "_")
-                names.setdefault(f"{name}_" if keyword.iskeyword(name) else name, option)
+                names.setdefault(keyword_of(word.removeprefix("--")), option)
     return names
 
 
@@ -131,7 +139,8 @@ def _usable(cls: type) -> list[Option]:
 
 def _is_printed(cls: type, name: str) -> bool:
     """Return whether an option only says what is printed or written; `out` may be of runs."""
-    return name in _ONLY_PRINTED or (name == "out" and not issubclass(cls, MeasureOptions))
+    measures = issubclass(cls, (RunFolder, SweepOptions))
+    return name in _ONLY_PRINTED or (name == "out" and not measures)
 
 
 def _hint(name: str, names: Mapping[str, Option], *, is_printed: bool) -> str:
@@ -158,6 +167,10 @@ def _text_of(option: Option, name: str, value: object) -> object:
     if isinstance(value, bool):
         raise ConfigError(dashed(name), repr(value), f"a value ({option.metavar}), no switch")
     items = value if isinstance(value, list | tuple | range) else [value]
+    for item in items:
+        if not isinstance(item, str | Number | Enum | os.PathLike | list | tuple):
+            allowed = f"text, a number or a path, or a list of these, not {type(item).__name__}"
+            raise ConfigError(dashed(name), repr(item), allowed)
     texts = [text(item) for item in items]
     return texts if option.is_list else ",".join(texts)
 

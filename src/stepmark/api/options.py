@@ -3,9 +3,12 @@
 from stepmark.api.keywords import OPTION_COLUMNS, describe, spells_keywords
 from stepmark.api.run import VERBS, class_of
 from stepmark.comparison.compare_options import CompareOptions
+from stepmark.comparison.sweep_options import SweepOptions
 from stepmark.ground.errors import ConfigError
+from stepmark.job_logs.log_options import LogsOptions
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.predictions.predict_options import PredictOptions
+from stepmark.runs.run_options import RunOptions
 from stepmark.tables.table import Table
 from stepmark.traces.trace_options import BreakdownOptions
 from stepmark.workloads import workload_flags
@@ -16,6 +19,9 @@ _CLASSES: dict[str, type] = {
     "plan": PlanOptions,
     "compare": CompareOptions,
     "trace": BreakdownOptions,
+    "logs": LogsOptions,
+    "run": RunOptions,
+    "sweep": SweepOptions,
 }
 
 
@@ -23,8 +29,8 @@ _CLASSES: dict[str, type] = {
 def options(verb: str, which: str = "") -> Table:
     """Return the keywords of a verb: their values, defaults and meanings.
 
-    verb: op, comm, train, replay, predict, plan, compare, trace or workload. which: of "op" a
-    family such as gemm, of "workload" a framework. Raises ConfigError.
+    verb: op, comm, train, replay, run, sweep, predict, plan, compare, trace, logs or workload.
+    which: of "op" a family such as gemm, of "workload" a framework. Raises ConfigError.
     """
     cls: type
     if verb == "workload":

@@ -8,6 +8,7 @@ from stepmark.layouts import plan as core
 from stepmark.layouts import plan_text
 from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.plan_options import PlanOptions
+from stepmark.predictions.prediction import StepMemory
 from stepmark.tables.table import Table
 
 
@@ -15,8 +16,13 @@ class Plan(Table):
     """Simulated layouts, of each number of GPUs the fastest first. Its rows are these layouts.
 
     best: the first row of each number of GPUs. commands: `stepmark predict` of these. left_out:
-    numbers of GPUs without a layout, and why.
-    document: everything, as `stepmark plan --json` writes it.
+    numbers of GPUs without a layout, and why. document: everything, as `stepmark plan --json`
+    writes it.
+
+    Figures of the best layout, None where several numbers of GPUs were searched: step_s:
+    seconds of an optimizer step; tokens_per_s, tokens_per_s_gpu: tokens per second of all GPUs
+    and of one; mfu_pct: model FLOPs utilization (causal) in percent; memory: of a rank, as a
+    prediction has it.
     """
 
     def __init__(
@@ -29,6 +35,14 @@ class Plan(Table):
         self.commands = [each.command for each in searches]
         self.left_out = left_out
         self.document = core.document(searches, left_out)
+        first = self.best[0] if len(self.best) == 1 else {}
+        self.step_s: float | None = first.get("step_s")
+        self.tokens_per_s: float | None = first.get("tokens_per_s")
+        self.tokens_per_s_gpu: float | None = first.get("tokens_per_s_gpu")
+        self.mfu_pct: float | None = first.get("mfu_pct")
+        names = ("allocated_bytes", "reserved_bytes", "device_bytes", "verdict")
+        memory = {name: first[name] for name in names} if first else None
+        self.memory = memory and StepMemory(**memory)
         self._text = [*core.lines(options, searches, left_out)]
 
     def show(self) -> None:

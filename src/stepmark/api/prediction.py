@@ -6,11 +6,12 @@ from html import escape
 from typing import overload
 
 from stepmark.api.keywords import as_typed, spells_keywords, text
+from stepmark.api.ledger import Ledger
 from stepmark.api.model import Model
 from stepmark.api.workload import Workload
 from stepmark.framework_files import configuration
 from stepmark.ground.option_grid import read_grid
-from stepmark.predictions import framework_job, prediction_grid, prediction_text
+from stepmark.predictions import framework_job, ledger_page, prediction_grid, prediction_text
 from stepmark.predictions import prediction as core
 from stepmark.predictions.predict import Job, of_job
 from stepmark.predictions.predict_options import LISTED, PredictOptions
@@ -21,10 +22,16 @@ from stepmark.tables.table import Table
 class Prediction(Table):
     """A predicted step. Its rows are the lines of the ledger of each pipeline stage.
 
-    step_s: seconds of an optimizer step; is_lower_bound: at least as many. memory: of a rank,
-    with a verdict whether it fits; None where it is unknown. notes: how far it is to be
-    trusted. document: everything, as `stepmark predict --json` writes it. prediction: with the
-    simulated step, whose `step.timeline()` has every operation, and the sources of the costs.
+    step_s: seconds of an optimizer step; is_lower_bound: at least as many. interval: low_s and
+    high_s, seconds between which the step is with the probability coverage (0.9: 90 %); None
+    where no errors are known. tokens_per_s, tokens_per_s_gpu: tokens per second of all GPUs and
+    of one. mfu_pct, hfu_pct: model and hardware FLOPs utilization (causal) in percent.
+    exposed_comm_s, bubble_s: seconds of communication that nothing hides, and of the pipeline's
+    bubble. ledger: the lines as a table with plot(). memory: of a rank, None where it is
+    unknown: allocated_bytes, reserved_bytes, device_bytes, verdict, and fits: True, False, or
+    None where it is close. notes: how far it is to be trusted. document: everything, as
+    `stepmark predict --json` writes it. prediction: with the simulated step, whose
+    `step.timeline()` has every operation, and the sources of the costs.
     """
 
     def __init__(self, prediction: core.Prediction) -> None:
@@ -35,6 +42,16 @@ class Prediction(Table):
         self.memory = prediction.memory
         self.notes = list(prediction.notes)
         self.document = prediction.document()
+        interval = prediction.interval
+        self.interval = interval if interval and interval.is_known else None
+        self.tokens_per_s: float | None = self.document["tokens_per_s"]
+        self.tokens_per_s_gpu: float | None = self.document["tokens_per_s_gpu"]
+        self.mfu_pct: float | None = self.document["mfu_pct"]
+        self.hfu_pct: float | None = self.document["hfu_pct"]
+        self.exposed_comm_s: float = self.document["exposed_comm_s"]
+        self.bubble_s: float | None = self.document["bubble_s"]
+        figure = ledger_page.stages(prediction.step.ledgers)
+        self.ledger = Ledger(self.rows(), prediction_text.LEDGER_COLUMNS, figure)
         self.prediction = prediction
 
     def show(self, *, stages: bool = False, notes: bool = False) -> None:

@@ -5,12 +5,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.step import Step, steps_of
 from stepmark.api.workload import Workload, in_files
 from stepmark.cases.case import OpCase
 from stepmark.cases.comm_case import CommCase
@@ -35,11 +37,12 @@ from stepmark.replays import replay_verb
 from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.replays.replay_log_verb import of_run
 from stepmark.replays.replay_options import ReplayOptions
+from stepmark.runs.run_options import RunOptions
 from stepmark.runs.runs import print_run
 from stepmark.store import view
 from stepmark.store.commands import options_of
 from stepmark.store.reader import find_run
-from stepmark.tables.columns import Row
+from stepmark.tables.columns import Row, number
 from stepmark.tables.launches import message_of
 from stepmark.tables.row_tables import ran
 from stepmark.tables.table import Table
@@ -59,6 +62,10 @@ class Run(Table):
     """A run that was measured: a row per case, and per rank if a case has figures of ranks.
 
     path: the folder of the run, which other functions take in place of the run.
+
+    Figures of the training step, None without one, and with several, which `rows` has: step_s:
+    seconds of an optimizer step (median); tokens_per_s, tokens_per_s_gpu: tokens per second of
+    all GPUs and of one; mfu_pct: model FLOPs utilization (causal) in percent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,6 +73,13 @@ class Run(Table):
         self.path = path
         self._view = view.view(path)
         super().__init__(self._view.all_rows)
+        steps = [row for row in self._view.train_rows if _is_step(row)]
+        step = steps[0] if len(steps) == 1 else {}
+        sample_s = number(step, "time_s")
+        self.step_s = sample_s and sample_s * (number(step, "cycle") or 1)
+        self.tokens_per_s = number(step, "tokens_per_s")
+        self.tokens_per_s_gpu = number(step, "tokens_per_s_gpu")
+        self.mfu_pct = number(step, "mfu_pct")
 
     @property
     def info(self) -> RunInfo:
@@ -81,6 +95,11 @@ class Run(Table):
     def cases(self) -> list[AnyCase]:
         """Return the cases, each of which `measure` accepts."""
         return list(dict.fromkeys(record.case for record in self.records))
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The steps of `run` and their predictions. Raises ConfigError for a changed one."""
+        return steps_of(self.path, self._view)
 
     def show(self) -> None:
         """Print what `stepmark runs show` prints."""
@@ -114,6 +133,12 @@ class Run(Table):
             for record in self.records
             if isinstance(record, Skipped | Failed)
         ]
+
+
+def _is_step(row: Row) -> bool:
+    """Return whether a row is a whole training step of all ranks, no part that calibrates."""
+    is_whole = row["rank"] is None and not row["calibrates"]
+    return is_whole and row["status"] == "measured"
 
 
 class Replay(ReplayLog, Table):
@@ -199,19 +224,29 @@ def _measured(verb: str, words: Sequence[object], options: dict[str, object]) ->
 
 
 def _carry_out(verb: str, options: MeasureOptions) -> Run:
-    """Measure as the verb does and return the run. Raises KeyboardInterrupt after Ctrl-C."""
+    """Measure as the verb does, and return the run."""
+    _, make_plan = VERBS[verb]
+    return measure_plan(verb, options, make_plan, resume=options.resume, force=options.force)
+
+
+def measure_plan(
+    verb: str,
+    options: MeasureOptions | RunOptions,
+    make_plan: Callable[[Any, Machine], Plan],
+    *,
+    resume: str | None = None,
+    force: bool = False,
+) -> Run:
+    """Measure a plan and return the run. Raises KeyboardInterrupt after Ctrl-C."""
     if outer_launcher.is_rank():
         text = "measure starts its own ranks: under torchrun, srun or mpirun use the command"
         raise StepmarkError(f"{text} stepmark {verb} instead.")
-    _, make_plan = VERBS[verb]
 
     def planned() -> Plan:
         plan = make_plan(options, machine(options.device))
         return replace(plan, argv=(verb, *argv(options)))
 
-    code, path = measured(
-        planned, options.device, options.out, resume=options.resume, force=options.force
-    )
+    code, path = measured(planned, options.device, options.out, resume=resume, force=force)
     if code in (130, 143):
         raise KeyboardInterrupt
     if path is None or code == 2 or not (path / "run.json").is_file():

@@ -1,10 +1,12 @@
 """Read profiler traces."""
 
 import os
+from statistics import fmean
 
 from stepmark.api.keywords import read, spells_keywords
 from stepmark.api.run import Run
 from stepmark.ground.errors import StepmarkError
+from stepmark.tables.columns import number
 from stepmark.tables.table import Table
 from stepmark.traces.trace import StepTimes, step_times
 from stepmark.traces.trace_breakdown import STEP_COLUMNS
@@ -14,8 +16,10 @@ from stepmark.traces.trace_options import BreakdownOptions
 class Trace(Table):
     """A trace: a row per rank and step with where its time went, in nanoseconds.
 
-    tables: all tables of `stepmark trace breakdown --json`, by name. missing_ranks: those of
-    whose traces none was read.
+    step_s, exposed_comm_s, idle_s: seconds of a step, of its communication that nothing hides,
+    and without work on the GPU, each the mean over ranks and steps; None without steps. tables:
+    all tables of `stepmark trace breakdown --json`, by name. missing_ranks: those of whose
+    traces none was read.
     """
 
     def __init__(self, times: StepTimes) -> None:
@@ -27,7 +31,16 @@ class Trace(Table):
         self.world_size = times.world_size
         self.missing_ranks = times.missing_ranks
         self.notes = times.notes
+        self.step_s = self._mean_s("window_ns")
+        self.exposed_comm_s = self._mean_s("exposed_comm_ns")
+        self.idle_s = self._mean_s("idle_ns")
         self._times = times
+
+    def _mean_s(self, name: str) -> float | None:
+        """Return the mean of a column of nanoseconds, in seconds."""
+        values = [number(row, name) for row in self.rows()]
+        known = [value for value in values if value is not None]
+        return fmean(known) * 1e-9 if known else None
 
     def show(self, *, details: bool = False) -> None:
         """Print what `stepmark trace breakdown` prints. details: launch calls and copies."""

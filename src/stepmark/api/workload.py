@@ -5,17 +5,27 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from stepmark.api.keywords import names_of, read, spells_keywords, text
+from stepmark.api.ledger import to_plotly
 from stepmark.api.model import Model
 from stepmark.framework_files import configuration
+from stepmark.ground.errors import StepmarkError
 from stepmark.step import native
 from stepmark.step import workload as core
 from stepmark.tables.columns import Row
 from stepmark.tables.table import Table
-from stepmark.workloads import workload_files, workload_flags, workload_show, workload_tables
+from stepmark.workloads import (
+    workload_files,
+    workload_flags,
+    workload_page,
+    workload_show,
+    workload_tables,
+)
 from stepmark.workloads.formats import op_csv
 from stepmark.workloads.rules import find_rule
 from stepmark.workloads.workload import generate, with_times
@@ -26,7 +36,8 @@ class Workload(Table):
     """One training step of all ranks. Its rows are the operations of every pipeline stage.
 
     name, world_size, num_stages: of the job. notes: on defaults that were chosen. program: the
-    step with its repeated blocks and groups of ranks.
+    step with its repeated blocks and groups of ranks. flops, comm_bytes: FLOPs, and bytes of
+    messages as nccl-tests counts them, of a step of all ranks; None where they are unknown.
     """
 
     def __init__(self, program: core.Workload) -> None:
@@ -53,6 +64,33 @@ class Workload(Table):
     def tables(self, stage: int = 0) -> dict[str, Table]:
         """Return the tables of `stepmark workload show` by name, as its --json has them."""
         return workload_tables.tables(self.program, self._checked(stage))
+
+    @cached_property
+    def _job(self) -> Row:
+        """The totals of all ranks."""
+        rows = workload_tables.total_rows(self.program)
+        return next(row for row in rows if row["of"] == "job")
+
+    @property
+    def flops(self) -> int | None:
+        """Return the FLOPs of a step of all ranks."""
+        return self._total("flops")
+
+    @property
+    def comm_bytes(self) -> int | None:
+        """Return the bytes of the messages of a step of all ranks."""
+        return self._total("comm_bytes")
+
+    def _total(self, name: str) -> int | None:
+        value = self._job[name]
+        return value if isinstance(value, int) else None
+
+    def plot(self, stage: int = 0) -> Any:
+        """Return a plotly figure: bytes that a rank of a stage sends, by message size."""
+        figures = workload_page.sizes(self.program, self._checked(stage))
+        if not figures:
+            raise StepmarkError(f"{self.name} has no messages to plot.")
+        return to_plotly(figures[-1])
 
     def show(self) -> None:
         """Print what `stepmark workload show` prints."""

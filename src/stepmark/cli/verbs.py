@@ -51,6 +51,7 @@ VERBS = {
         (
             "check --baseline latest",
             "check --baseline runs/20260101-120000-abcd --budget 5m",
+            "check --baseline BEFORE1,BEFORE2 --current AFTER1,AFTER2",
         ),
     ),
     "compare": Verb(

@@ -51,13 +51,37 @@ BASELINE_KINDS = ("op", "comm", "train")
 def run(options: CheckOptions) -> int:
     """Measure the reference run's cases again and compare. Returns the exit code."""
     options.check_stdout()
+    if options.current is not None:
+        return _judge_current(options, options.current)
     code, path = measure_quietly(plan(options), str(options.runs / "checks"))
     return show_run(path, code)
 
 
+def _judge_current(options: CheckOptions, current: str) -> int:
+    """Compare runs that were measured before with the reference. Returns the exit code."""
+    for name in ("budget", "launches"):
+        if (value := getattr(options, name)) is not None:
+            raise ConfigError(name, value, "left out with --current, which is measured already")
+    before = _runs_named(options, options.baseline)
+    now = _runs_named(options, current)
+    if {path.resolve() for path in before} & {path.resolve() for path in now}:
+        raise ConfigError("current", current, "another run than --baseline")
+    reference = _reference(before)
+    records = [
+        record
+        for path in now
+        for record in _measured_in(path)
+        if record.case.case_id in reference
+    ]
+    if not records:
+        allowed = f"a run with a case of {_name(before)}, by the same method"
+        raise ConfigError("current", current, allowed)
+    return _judge(options, now, records, 0, None)
+
+
 def plan(options: CheckOptions) -> Plan:
     """Plan every case of the baseline in every launch. Raises ConfigError."""
-    before = _runs_named(options)
+    before = _runs_named(options, options.baseline)
     reference = _reference(before)
     cases = [launches[0].case for launches in reference.values()]
     world_size = _num_ranks(reference)
@@ -70,8 +94,8 @@ def plan(options: CheckOptions) -> Plan:
         options=plain(replace(options, baseline=names)),
         device=cases[0].device,
         world_size=world_size,
-        how=_how(before[0], cases, options.budget),
-        entries=entries(cases, options.launches),
+        how=_how(before[0], cases, options.budget_s),
+        entries=entries(cases, options.num_launches),
         settings={"check_of": _name(before)},
     )
 
@@ -97,24 +121,36 @@ def _how(first: Path, cases: Sequence[AnyCase], budget_s: float) -> How:
 
 
 def show(path: Path, values: Mapping[str, object], code: int) -> int:
-    """Compare a run with its baseline and decide. Returns the exit code.
-
-    It is 0 only if every case is accepted (comparison/acceptance.py).
-    """
+    """Compare a run with its baseline and decide. Returns the exit code."""
     options = build(CheckOptions, values)
     now = view(path)
     code = finish(now, path, code)
     measured = [record for record in now.records if isinstance(record, Measured)]
     if code in (130, 143) or not measured:
         return code
-    before = _runs_named(options)
+    return _judge(options, [path], measured, code, _launch_s(measured))
+
+
+def _judge(
+    options: CheckOptions,
+    now: Sequence[Path],
+    measured: Sequence[Measured],
+    code: int,
+    launch_s: float | None,
+) -> int:
+    """Compare what was measured with the baseline, print and decide. Returns the exit code.
+
+    It is 0 only if every case is accepted (comparison/acceptance.py). launch_s: wall seconds of
+    a launch; None where they are unknown.
+    """
+    before = _runs_named(options, options.baseline)
     reference = _reference(before)
     wrong = {record.case.case_id for record in measured if record.num_wrong}
     if wrong >= set(reference):
         sys.stderr.write(f"all {len(wrong)} results are wrong\n")
         return 1
     # Means, because under a power cap the clock and so the median hop between a few states.
-    sides = [side_of_runs("reference", before), side_of_runs("now", [path])]
+    sides = [side_of_runs("reference", before), side_of_runs("now", now)]
     comparison = compare(sides, Options(statistic="mean"))
     ratios = [line.cells[comparison.names[1]].ratio for line in comparison.lines]
     accepted = accept(ratios, options.floor)
@@ -132,7 +168,7 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
         printed(comparison, console())
     missing = len(reference) - len(rows)
     slower = len(accepted.slow)
-    undecided = _needs(comparison, accepted, options, _launch_s(measured))
+    undecided = _needs(comparison, accepted, options, launch_s)
     text = f"{slower} of {len(rows)} cases slower than {_name(before)}"
     text += f"; {len(wrong)} with wrong results" if wrong else ""
     text += f"; {missing} not compared" if missing else ""
@@ -145,11 +181,11 @@ def _name(runs: Sequence[Path]) -> str:
     return ", ".join(path.name for path in runs)
 
 
-def _runs_named(options: CheckOptions) -> list[Path]:
-    """Return the runs of --baseline, which commas join as launches."""
-    if is_run(Path(options.baseline)):
-        return [Path(options.baseline)]
-    return [find_run(options.runs, name) for name in options.baseline.split(",")]
+def _runs_named(options: CheckOptions, text: str) -> list[Path]:
+    """Return the runs of --baseline or --current, which commas join as launches."""
+    if is_run(Path(text)):
+        return [Path(text)]
+    return [find_run(options.runs, name) for name in text.split(",")]
 
 
 def _check_baseline(first: Path, reference: Reference, options: CheckOptions) -> None:
@@ -166,7 +202,7 @@ def _check_baseline(first: Path, reference: Reference, options: CheckOptions) ->
     # A noisy baseline is not refused: what decides is how the launches of today vary.
     launch_sd = min(LAUNCH_SD, math.sqrt(squares / df)) if df else LAUNCH_SD
     num_cases = len(reference)
-    now = options.launches
+    now = options.num_launches
     needed = baseline_needed(options.floor, now=now, num_cases=num_cases, launch_sd=launch_sd)
     if needed is None:
         allowed = (
@@ -212,7 +248,10 @@ def _needs(
         ratio = cells[now].ratio
         if ratio is None or not ratio.se_log:
             reason = ratio.reason if ratio else "no time"
-            needs[f"no interval ({reason}); use more --launches that are measured"] += 1
+            more_launches = "use more --launches that are measured"
+            if options.current is not None:
+                more_launches = "give more launches in --current"
+            needs[f"no interval ({reason}); {more_launches}"] += 1
             continue
         counts = {
             both: launches_needed(
@@ -240,8 +279,11 @@ def _launches_text(
     count: int, both: bool, options: CheckOptions, launch_s: float | None
 ) -> str:
     """Return how to measure this many launches, each as long as those of now."""
-    budget = math.ceil(options.budget / options.launches * count)
-    text = f"use --launches {count} --budget {budget}s"
+    if options.current is not None:
+        text = f"give {count} launches in --current"
+    else:
+        budget = math.ceil(options.budget_s / options.num_launches * count)
+        text = f"use --launches {count} --budget {budget}s"
     text += f", which takes about {format_duration(count * launch_s)}" if launch_s else ""
     if both:
         text += f", and a baseline of {count} launches"
@@ -252,14 +294,7 @@ def _reference(paths: Sequence[Path]) -> Reference:
     """Return the launches of what runs measured. Raises ConfigError."""
     reference: dict[str, list[Measured]] = {}
     for path in paths:
-        measured = [
-            record
-            for record in read(path).latest
-            if isinstance(record, Measured)
-            and record.case.kind in BASELINE_KINDS
-            and any(record.samples.seconds)
-            and not record.num_wrong
-        ]
+        measured = [record for record in _measured_in(path) if not record.num_wrong]
         if not measured:
             allowed = "a run that measured operators, collectives or training steps"
             raise ConfigError("baseline", path, allowed)
@@ -268,3 +303,14 @@ def _reference(paths: Sequence[Path]) -> Reference:
         for record in measured:
             reference.setdefault(record.case.case_id, []).append(record)
     return reference
+
+
+def _measured_in(path: Path) -> list[Measured]:
+    """Return what a run measured that can be compared, also wrong results."""
+    return [
+        record
+        for record in read(path).latest
+        if isinstance(record, Measured)
+        and record.case.kind in BASELINE_KINDS
+        and any(record.samples.seconds)
+    ]

@@ -16,8 +16,20 @@ class CheckOptions(Files, RunsFolder):
         default=REQUIRED,
         names="run",
     )
-    budget: Duration = flag("time in all", default=600.0)
-    launches: Annotated[int, between(2, 100)] = flag("times each case is measured", default=5)
+    current: str | None = flag(
+        "judge this run, measured before; commas join its launches",
+        names="run",
+    )
+    budget: Duration | None = flag("time in all [10m]")
+    launches: Annotated[int, between(2, 100)] | None = flag("times each case is measured [5]")
     floor: Annotated[float, between(0.0, 1.0)] = flag(
         "slowdown that is still accepted", default=0.03
     )
+
+    @property
+    def budget_s(self) -> float:
+        return self.budget or 600.0
+
+    @property
+    def num_launches(self) -> int:
+        return self.launches or 5

@@ -269,13 +269,15 @@ _PLACEMENTS = {"in": "in-place", "out": "out-of-place", "both": None}
 
 
 def run(options: CompareOptions) -> int:
-    """Print and write the comparison.
-
-    Return 1 if something is too slow, 3 if a limit was given and a line could not be tested.
-    """
+    """Print and write the comparison. Returns the exit code."""
     options.check_stdout()
     comparison = compared(options)
     _deliver(comparison, options)
+    return exit_code(comparison)
+
+
+def exit_code(comparison: Comparison) -> int:
+    """Return 1 if something is too slow, 3 if a limit was given and a line is untested."""
     if comparison.too_slow is None:
         return 0
     others = (line.cells.get(n) for line in comparison.lines for n in comparison.names[1:])

@@ -67,8 +67,7 @@ def run(options: SweepOptions) -> int:
     plugin = options.tuner_plugin or base.get(tuner_verb.PLUGIN)
     if options.emit_tuner:
         base.pop(tuner_verb.PLUGIN, None)  # it would override NCCL's choices
-    path = sweeps.find(options.out, options.resume) if options.resume else None
-    sweep = _resumed(path, options) if path else _new(options, base)
+    sweep, path = planned(options, base)
     request = None
     if options.emit_tuner:
         request = tuner_verb.request(options.emit_tuner, plugin, sweep, force=options.force)
@@ -77,12 +76,31 @@ def run(options: SweepOptions) -> int:
         return 0
     if request:
         tuner_verb.check_device(request)
-    if not sweep.is_complete:  # a finished sweep may be looked at on another machine
+    check_tries(sweep, base)
+    return sweep_results.run(sweep, path, request, options, base)
+
+
+def planned(options: SweepOptions, base: Mapping[str, str]) -> tuple[Sweep, Path | None]:
+    """Return the sweep of the options, and the folder of one that is resumed.
+
+    base: the environment. Raises ConfigError.
+    """
+    if options.resume:
+        path = sweeps.find(options.out, options.resume)
+        return _resumed(path, options), path
+    return _new(options, base), None
+
+
+def check_tries(sweep: Sweep, base: Mapping[str, str]) -> None:
+    """Refuse interpreters and flags that cannot be tried. Raises StepmarkError.
+
+    A finished sweep may be looked at on another machine.
+    """
+    if not sweep.is_complete:
         if not all(setting.executable for setting in sweep.settings):
             require("torch")  # this interpreter measures, too
         check_interpreters(sweep.settings, base)
         _check_command(sweep, base)
-    return sweep_results.run(sweep, path, request, options, base)
 
 
 def refuse_ranks(variables: Mapping[str, str]) -> None:

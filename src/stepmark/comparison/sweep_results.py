@@ -2,7 +2,8 @@
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from stepmark.cases.sweep import Setting, Sweep
@@ -23,6 +24,8 @@ from stepmark.store.codec import to_plain
 from stepmark.store.sweeps import Journal
 from stepmark.store.view import console, print_text
 
+NOTHING_TO_COMPARE = "nothing to compare: the baseline and another setting must be measured"
+
 
 def run(
     sweep: Sweep,
@@ -32,6 +35,17 @@ def run(
     base: Mapping[str, str],
 ) -> int:
     """Measure what is missing, compare and recommend. Returns the exit code."""
+    return measure(sweep, path, options, base, partial(_show, request, options))
+
+
+def measure(
+    sweep: Sweep,
+    path: Path | None,
+    options: SweepOptions,
+    base: Mapping[str, str],
+    show: Callable[[Journal, RunSettings, list[int]], int],
+) -> int:
+    """Measure what is missing and show the sweep. Returns the exit code."""
     settings = RunSettings(base=base, budget_s=options.budget, report=_report)
     _report(*(f"# {note}" for note in sweep.notes))
     opened = Journal.reopen(path) if path else Journal.create(options.out, sweep)
@@ -47,7 +61,7 @@ def run(
             )
         number = sweep_run.make(journal, settings, signals)
         if number is None:
-            code = _show(journal, request, options, settings, signals)
+            code = show(journal, settings, signals)
             number = signals[0] if signals else None
         if number is not None:
             word = "interrupted" if number == 2 else "terminated"
@@ -58,36 +72,23 @@ def run(
 
 
 def _show(
-    journal: Journal,
     request: tuner_verb.Request | None,
     options: SweepOptions,
+    journal: Journal,
     settings: RunSettings,
     signals: list[int],
 ) -> int:
     sweep = journal.sweep
     result = compare_settings(journal.path, sweep)
     code = 3 if sweep.failed else 0
-    failed = [
-        f"failed: {name} in round {last.round} after {last.seconds:.1f} s: {last.outcome}, "
-        f"exit code {last.exit_code}" + "".join(f"\n  {line}" for line in last.stderr)
-        for name, last in sweep.failed.items()
-    ]
-    if failed:
-        failed.append(f"stepmark sweep --resume {journal.path} repeats what failed")
+    failed = failed_lines(sweep, journal.path)
     if result is None:
-        _report(
-            *failed, "nothing to compare: the baseline and another setting must be measured"
-        )
+        _report(*failed, NOTHING_TO_COMPARE)
         return 3
-    lines = [*failed, *_advice_lines(result.advice, sweep)]
+    lines = [*failed, *advice_lines(result.advice, sweep)]
     _files(result, sweep, options, lines)
     if not options.to_stdout:
-        printed(result.comparison, console())
-        if result.fresh:
-            sys.stdout.write("\nfresh rounds, which had no part in the selection:\n")
-            printed(result.fresh, console())
-        print_text(lines)
-        sys.stdout.flush()
+        print_result(result, lines)
     else:
         _report(*lines)
     if request is None:
@@ -102,7 +103,30 @@ def _show(
     return worst(code, tuned)
 
 
-def _advice_lines(advice: Advice, sweep: Sweep) -> list[str]:
+def failed_lines(sweep: Sweep, path: Path) -> list[str]:
+    """Return which settings failed, why, and how to repeat them."""
+    failed = [
+        f"failed: {name} in round {last.round} after {last.seconds:.1f} s: {last.outcome}, "
+        f"exit code {last.exit_code}" + "".join(f"\n  {line}" for line in last.stderr)
+        for name, last in sweep.failed.items()
+    ]
+    if failed:
+        failed.append(f"stepmark sweep --resume {path} repeats what failed")
+    return failed
+
+
+def print_result(result: Result, lines: Sequence[str]) -> None:
+    """Print the comparisons, and lines such as the recommendation."""
+    printed(result.comparison, console())
+    if result.fresh:
+        sys.stdout.write("\nfresh rounds, which had no part in the selection:\n")
+        printed(result.fresh, console())
+    print_text(lines)
+    sys.stdout.flush()
+
+
+def advice_lines(advice: Advice, sweep: Sweep) -> list[str]:
+    """Return the recommendation, with what to export."""
     settings = {setting.name: setting for setting in sweep.settings}
     base = settings[sweep.baseline]
     exports = {name: export_lines(setting, base) for name, setting in settings.items()}

@@ -2,7 +2,8 @@
 
 StepmarkError
 ├── ConfigError    bad input: exit code 2, one sentence that names field, value and rule
-└── NothingToMeasureError    every case of a valid plan is left out: exit code 3
+├── NothingToMeasureError    every case of a valid plan is left out: exit code 3
+└── MissingPackageError    an optional package is not installed; also an ImportError
 """
 
 import re
@@ -88,6 +89,10 @@ class NothingToMeasureError(StepmarkError):
     def __reduce__(self) -> tuple[type["NothingToMeasureError"], tuple[tuple[str, ...]]]:
         """Pickle the __init__ arguments, because rank 0 sends the error to its peers."""
         return NothingToMeasureError, (self.reasons,)
+
+
+class MissingPackageError(StepmarkError, ImportError):
+    """A package that only one method needs, and that is not installed."""
 
 
 _SWITCH_VALUES = ("True", "yes", "given")  # nobody types them

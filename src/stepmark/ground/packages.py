@@ -18,6 +18,8 @@ EXTRAS = {
     "google": ("protobuf", "chakra"),
     "yaml": ("pyyaml", "yaml"),
     "transformers": ("transformers", "huggingface"),
+    "pandas": ("pandas", "notebook"),
+    "plotly": ("plotly", "notebook"),
 }
 
 

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from stepmark import text_tables as tables
 from stepmark.collectives.judgement import Judgement, judge, parse_nics
@@ -163,13 +164,7 @@ TableFindings = tuple[Table, tuple[Finding, ...]]
 
 def run(options: LogsOptions) -> int:
     """Print and write what the files contain. Return LogReport.exit_code."""
-    _check(options)
-    with Waiting("finding the kinds of the files"):
-        inputs = collect(options.files, only_tables=options.tables)
-    for path, reason in inputs.unknown:
-        sys.stderr.write(f"stepmark: {path} is left out: {reason}\n")
-    with Waiting("reading the logs"), no_collection():
-        report = read_report(inputs, options)
+    report = report_of(options)
     if not options.to_stdout:
         print_text(report.text())
     for finding in report.findings if options.to_stdout else ():
@@ -177,6 +172,17 @@ def run(options: LogsOptions) -> int:
             sys.stderr.write(f"stepmark: {finding.text}\n")
     report.write()
     return report.exit_code
+
+
+def report_of(options: LogsOptions) -> "LogReport":
+    """Read the files of the options. Raises ConfigError."""
+    _check(options)
+    with Waiting("finding the kinds of the files"):
+        inputs = collect(options.files, only_tables=options.tables)
+    for path, reason in inputs.unknown:
+        sys.stderr.write(f"stepmark: {path} is left out: {reason}\n")
+    with Waiting("reading the logs"), no_collection():
+        return read_report(inputs, options)
 
 
 def _check(options: LogsOptions) -> None:
@@ -313,7 +319,7 @@ class LogReport:
             ],
         )
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> dict[str, Any]:
         """Return everything as plain values, whatever options limit the text."""
         return {
             "answer": asdict(self.answer) if self._is_of_job else None,

@@ -96,12 +96,17 @@ def evidence(report: StepReport | ConfigError) -> Iterator[Section]:
 
 
 def stages(ledgers: Sequence[Ledger]) -> Figure:
-    """Return a bar per pipeline stage, of its lines; waiting is apart from transfers."""
+    """Return a bar per pipeline stage, of its lines."""
     names = [f"stage {stage}" for stage in range(len(ledgers))]
+    note = "Lines add up to the step, which is as long in each stage."
+    return stacked("Ledger of the step by stage", note, ledgers, names)
+
+
+def stacked(title: str, note: str, ledgers: Sequence[Ledger], names: Sequence[str]) -> Figure:
+    """Return a bar per ledger, of its lines; waiting is apart from transfers."""
     return Figure(
-        title="Ledger of the step by stage",
-        note="Lines add up to the step, which is as long in each stage. Hatched: compute under "
-        "communication.",
+        title=title,
+        note=f"{note} Hatched: compute under communication.",
         x=Axis(title="ms"),
         y=Axis(categories=names),
         series=[

@@ -51,6 +51,13 @@ class StepMemory:
     fitting: str = ""
     stages: tuple[Mapping[str, int], ...] = ()
 
+    @property
+    def fits(self) -> bool | None:
+        """Return whether the step fits; None where it is close or unknown."""
+        if self.verdict == memory.FITS:
+            return True
+        return False if self.verdict == memory.NO_FIT else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from stepmark.ground.errors import StepmarkError
+from stepmark.ground.errors import MissingPackageError
+from stepmark.ground.packages import EXTRAS
 from stepmark.tables.columns import Column, Row, View, named
 from stepmark.tables.export import names_of, sql_relation
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import duckdb
 
 _MOST_SHOWN = 40  # rows of a table in a notebook
+_ROWS = ", or rows(), which needs nothing"
 
 
 class Table:
@@ -107,16 +109,16 @@ class Table:
         connection.execute(f"CREATE TABLE {name} AS {relation}", values)
 
     def to_pandas(self) -> Any:
-        """Return a pandas.DataFrame. Raises StepmarkError where pandas is not installed."""
-        return _package("pandas").DataFrame(self._columns())
+        """Return a pandas.DataFrame. Raises MissingPackageError without pandas."""
+        return package("pandas", _ROWS).DataFrame(self._columns())
 
     def to_polars(self) -> Any:
-        """Return a polars.DataFrame. Raises StepmarkError where polars is not installed."""
-        return _package("polars").DataFrame(self._columns())
+        """Return a polars.DataFrame. Raises MissingPackageError without polars."""
+        return package("polars", _ROWS).DataFrame(self._columns())
 
     def to_arrow(self) -> Any:
-        """Return a pyarrow.Table. Raises StepmarkError where pyarrow is not installed."""
-        return _package("pyarrow").table(self._columns())
+        """Return a pyarrow.Table. Raises MissingPackageError without pyarrow."""
+        return package("pyarrow", _ROWS).table(self._columns())
 
     def _columns(self) -> dict[str, list[object]]:
         """Return the values of each column, of one type besides None."""
@@ -236,11 +238,15 @@ def _of_one_type(values: list[object]) -> list[object]:
     return [None if value is None else str(value) for value in values]
 
 
-def _package(name: str) -> Any:
+def package(name: str, instead: str = "") -> Any:
+    """Import an optional module. Raises MissingPackageError.
+
+    instead: what needs no package, as the end of the sentence.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:
-        text = (
-            f"{name} is not installed: use pip install {name}, or rows(), which needs nothing"
-        )
-        raise StepmarkError(f"{text}.") from None
+        root = name.partition(".")[0]
+        source = f"'stepmark[{EXTRAS[root][1]}]'" if root in EXTRAS else root
+        text = f"{root} is not installed: use pip install {source}{instead}."
+        raise MissingPackageError(text, name=root) from None
