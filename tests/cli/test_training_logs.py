@@ -175,7 +175,7 @@ def test_steps_of_other_tokens_are_not_compared(log: Path, tmp_path: Path) -> No
 
 def test_a_log_is_a_measured_step() -> None:
     shown = call("predict", *STEP, "--measured", EXAMPLE)
-    assert f"measured {EXAMPLE_MS}0 ms" in shown.splitlines()[0]
+    assert f"measured {EXAMPLE_MS} ms" in shown.splitlines()[0]
 
 
 @pytest.mark.parametrize(
