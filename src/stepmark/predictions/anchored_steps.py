@@ -20,7 +20,6 @@ from stepmark.ground.errors import ConfigError, nearest
 from stepmark.ground.options import Option, build, options, plain
 from stepmark.ground.read_text import read_text
 from stepmark.ground.units import parse_duration
-from stepmark.job_logs.training_log.step_lines import has_steps
 from stepmark.predictions import anchor_fit, framework_job
 from stepmark.predictions.anchor_fit import AnchorStep
 from stepmark.predictions.factors import Anchored, AnchorRow, Part
@@ -168,6 +167,8 @@ def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
 
     Raises ConfigError with the line of a row.
     """
+    from stepmark.job_logs.training_log.step_lines import has_steps  # noqa: PLC0415 - 0.1 s
+
     given = plain(options)
     for name in _NOT_OF_ROWS:
         given.pop(name, None)

@@ -11,9 +11,6 @@ from stepmark.findings.finding import Severity
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import Reader, exact
 from stepmark.ground.units import format_time, parse_duration
-from stepmark.job_logs.training_log.steady_state import steady_state
-from stepmark.job_logs.training_log.training_log import SAMPLES, SECONDS, read_training_log
-from stepmark.job_logs.training_log.training_log_text import findings
 from stepmark.tables.columns import FLOPS, PERCENT, given
 from stepmark.tables.table import Table
 
@@ -94,6 +91,15 @@ def figure_of_log(path: Path, field: str) -> Figure:
 
     Raises ConfigError for a log without one, or whose loss is no number at its end.
     """
+    # Its expressions take longer to compile than a prediction without a log.
+    from stepmark.job_logs.training_log.steady_state import steady_state  # noqa: PLC0415
+    from stepmark.job_logs.training_log.training_log import (  # noqa: PLC0415
+        SAMPLES,
+        SECONDS,
+        read_training_log,
+    )
+    from stepmark.job_logs.training_log.training_log_text import findings  # noqa: PLC0415
+
     try:
         log = read_training_log(path)
     except ConfigError as error:
