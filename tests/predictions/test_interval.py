@@ -308,3 +308,9 @@ def test_an_interval_reaches_as_far_as_the_calibrated_step_was_off() -> None:
     assert slow.low_s == near.low_s
     assert fast.low_s == pytest.approx(0.8 * single.step_s)
     assert fast.high_s == near.high_s
+
+
+def test_a_changed_device_has_no_interval_by_steps_of_others() -> None:
+    changed = of_run("h100-run", what_if=(("flops", 2.0),))
+    assert changed.interval is None
+    assert any("of devices as they are" in note for note in changed.notes)

@@ -65,6 +65,8 @@ def interval_of(
         return None, []
     if inputs.case.device != "cuda":
         return None, ["no interval: committed predictions are of GPUs"]
+    if inputs.what_if:
+        return None, ["no interval: committed predictions are of devices as they are"]
     total_s = sum(prediction.sources.values())
     measured_s = prediction.sources.get(Source.MEASURED, 0.0)
     if measured_s < (1 - _MOST_SCALED) * total_s:
