@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from stepmark.workloads.pipeline import Pipeline, passes_of, schedule
+from stepmark.workloads.rules.megatron.settings import OFFLOAD_MODULES
 
 NUM_CASES = 40
 LARGE = 1000  # elements of a tensor; those with fewer than a tenth are not offloaded
@@ -26,15 +27,6 @@ OUTER = {
     "attn_norm": ("qkv_linear", "core_attn", "attn_proj"),
     "mlp_norm": ("expert_fc1", "moe_act"),
 }
-NAMES = (
-    "attn_norm",
-    "qkv_linear",
-    "core_attn",
-    "attn_proj",
-    "mlp_norm",
-    "expert_fc1",
-    "moe_act",
-)
 OF_EXPERTS = ("mlp_norm", "expert_fc1", "moe_act")
 
 
@@ -206,7 +198,7 @@ def cases() -> list[dict[str, Any]]:
         pp = chance.choice([1, 1, 2, 3, 4])
         vpp = chance.choice([1, 2, 3]) if pp > 1 else 1
         count = chance.choice([1, 2, 3, 5])
-        names = [name for name in NAMES if chance.random() < 0.4] or ["core_attn"]
+        names = [name for name in OFFLOAD_MODULES if chance.random() < 0.4] or ["core_attn"]
         is_mixed = chance.random() < 0.5
         chunks = []
         for _ in range(vpp):

@@ -84,14 +84,14 @@ def test_kernels_beside_others_are_those_of_other_streams() -> None:
     (result,) = map_traces(
         KernelsOptions(files=(str(file),)), measured_ops, shares=False
     ).results
-    found = Counter[str]()
+    by_comm = Counter[str]()
     for op in result.value.ops:
-        found[op.comm] += op.time_ns
-    assert set(found) == {"", "all_gather", "reduce_scatter"}
+        by_comm[op.comm] += op.time_ns
+    assert set(by_comm) == {"", "all_gather", "reduce_scatter"}
     scattered = sum(time for stream, time in times.items() if stream in scatters)
     gathered = sum(times.values()) - times[main] - scattered
-    assert found["reduce_scatter"] == pytest.approx(scattered, rel=1e-3)
-    assert found["all_gather"] == pytest.approx(gathered, rel=1e-3)
+    assert by_comm["reduce_scatter"] == pytest.approx(scattered, rel=1e-3)
+    assert by_comm["all_gather"] == pytest.approx(gathered, rel=1e-3)
 
 
 def test_copies_of_messages_take_time_of_their_streams() -> None:
@@ -103,7 +103,7 @@ def test_copies_of_messages_take_time_of_their_streams() -> None:
         for op in workload.expand()
         if isinstance(op, CommOp) and op.collective in inputs.comm_copies
     )
-    # In the measured step they took 24.4 and 17.3 ms, more beside other work (docs/diary).
+    # In the measured step they took 24.4 and 17.3 ms, more of it overlapped (docs/diary).
     assert 0.7 * 0.0417 < copies_s < 0.0417
     without = predict(replace(inputs, comm_copies={}))
     made = predict(inputs)

@@ -14,7 +14,7 @@
 - program.py, works.py, regions.py, compiler.py: what of a workload they simulate.
 - stage_times.py: when each operation runs, and the lines that it adds to.
 - prediction.py: the prediction of a step, its figures and its memory.
-- note.py, prediction_notes.py, prediction_text.py, prediction_page.py: what is said of it.
+- note.py, prediction_notes.py, prediction_text.py, prediction_page.py: its notes, text, page.
 - training_run.py, measured_step.py: days and cost of a run; a measured step and its gap.
 - predicted_steps.py, ledger_page.py: predicted and measured steps of a run.
 """

@@ -16,7 +16,9 @@ from stepmark.predictions.interval import COVERAGE, Interval, few_sided
 from stepmark.predictions.prediction import DEVICE, HOST, Prediction
 from stepmark.timeline.step_cost import Source
 
-VERSION = 3  # of the predictor: rows of other versions are no past predictions of this one
+# Of the predictor: rows of other versions are no past predictions of this one. Those of several
+# GPUs are of the time when all ranks counted as alike, whose errors were larger.
+VERSION = 3
 FEWEST = 4
 TABLE = "predictions.csv"
 _MOST_SCALED = 0.05  # of the compute time: the steps of the table were calibrated as they are

@@ -239,14 +239,14 @@ def _shallow(
         {number: _with_steps(own, own.steps[place]) for number, own in tables.items()}
         for place in (slice(half, None), slice(half))
     ]
-    found = contention.contention(*(own.values() for own in halves))
-    full, limited = (found.alone(own[rank], group) for group, own in enumerate(halves))
+    fitted = contention.contention(*(own.values() for own in halves))
+    full, limited = (fitted.alone(own[rank], group) for group, own in enumerate(halves))
     return _Shallow(
         workload=workload,
         rank=rank,
         costs=ProfiledCosts(workload, full),
         gap_s=gap_s,
-        compute_slowdown=found.slowdown,
+        compute_slowdown=fitted.slowdown,
         comm_slowdown=contention.comm_slowdown(by_rank, curves),
         comm_copies=comm_copies,
         is_host=table.is_host,

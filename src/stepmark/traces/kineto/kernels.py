@@ -125,9 +125,9 @@ def _on_gpu(trace: RankTrace, marked: Steps) -> _Work:
 
 
 def _stream_comms(trace: RankTrace, computes: Flags, args: Ints) -> Ints:
-    """Return the collective of the stream of each kernel that `computes` beside most others.
+    """Return the collective of the stream of each kernel on another stream than most.
 
-    args: index in trace.comm_args of each event, or NONE.
+    computes: whether an event is computation. args: its index in trace.comm_args, or NONE.
     """
     gpu = trace.gpu
     comms = np.zeros(gpu.start.size, np.int64)
