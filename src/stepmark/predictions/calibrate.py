@@ -36,6 +36,7 @@ from stepmark.model.ops import FAMILY_OF, Attention, Copy, Gemm, Op
 from stepmark.model.ops.backends import BACKENDS, unsupported
 from stepmark.operators import op_plan
 from stepmark.predictions.costs import times_by_work
+from stepmark.step_memory import memory
 from stepmark.store.view import View, console, median_s, view
 from stepmark.tables.row_tables import LEAD
 from stepmark.timeline.ledger import Work
@@ -53,6 +54,9 @@ KERNELS = "kernels"
 HOST = "host"
 POWER = "power"
 _FEWEST_LAYERS = 2
+# The head draws more power than blocks and slows them, messages draw less: of several GPUs the
+# mixture is nearer to the whole step's with more layers (docs/diary).
+_LAYERS_OF_RANKS = 8
 _SMALL_WIDTH = 256
 _FEW_TOKENS = 64
 _STEPS = 20
@@ -124,7 +128,7 @@ def calibration_cases(
     case: TrainCase, machine: Machine
 ) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
     """Return the parts of a training step in the order of their measurement, and notes."""
-    kernels = _with_few_layers(case)
+    kernels = _with_few_layers(case, machine)
     host = _with_small_widths(case)
     if kernels.case_id == host.case_id:
         training = [replace(kernels, labels=(*kernels.labels, *host.labels))]
@@ -142,12 +146,27 @@ def _planned(options: TrainOptions, case: TrainCase, role: str) -> TrainCase:
     return replace(planned, labels=(Label(role=role),))
 
 
-def _with_few_layers(case: TrainCase) -> TrainCase:
-    """Return the case with as few layers as have everything that its layers do."""
+def _with_few_layers(case: TrainCase, machine: Machine) -> TrainCase:
+    """Return the case with as few layers as have everything that its layers do.
+
+    Of several GPUs without a pipeline it has more, where they fit.
+    """
     grouped = case.blocks_per_group * case.parallel.pp
     kinds = case.recompute_blocks[1] if case.recompute is Recompute.BLOCKS else 1
-    count = min(case.model.num_layers, max(_FEWEST_LAYERS, case.num_stages, grouped, kinds))
-    return _planned(replace(options_of(case), num_layers=count), case, KERNELS)
+    fewest = max(_FEWEST_LAYERS, case.num_stages, grouped, kinds)
+    few, more = (
+        _planned(
+            replace(options_of(case), num_layers=min(case.model.num_layers, count)),
+            case,
+            KERNELS,
+        )
+        for count in (fewest, max(fewest, _LAYERS_OF_RANKS // fewest * fewest))
+    )
+    if case.num_ranks == 1 or case.parallel.pp > 1 or not machine.memory_bytes:
+        return few
+    sizes = memory.calibrated(more)
+    fits = memory.verdict(more, *sizes, machine.memory_bytes) == memory.FITS
+    return more if fits else few
 
 
 def _with_small_widths(case: TrainCase) -> TrainCase:

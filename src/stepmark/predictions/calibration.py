@@ -32,7 +32,7 @@ from stepmark.predictions.costs import (
     sources,
     times_by_work,
 )
-from stepmark.predictions.host_times import pass_times, passes_s
+from stepmark.predictions.host_times import is_issued, pass_times, passes_s
 from stepmark.predictions.inputs import HostOf, Inputs, no_host
 from stepmark.predictions.note import Note, Topic, noted
 from stepmark.step.trace_ops import COMPUTE, OpTable
@@ -418,7 +418,7 @@ def _host_record(steps: Iterable[Measured], case: TrainCase) -> Measured | None:
 def _per_operation(record: Measured) -> HostOf:
     """Return the host's time for an operation, by pass."""
     per_op = {each.name: each.per_operation_s for each in pass_times(record)}
-    return lambda op: per_op.get(pass_of(op.phase), 0.0)
+    return lambda op: per_op.get(pass_of(op.phase), 0.0) if is_issued(op) else 0.0
 
 
 def _host_times(steps: Iterable[Measured], case: TrainCase, notes: list[str]) -> HostOf:

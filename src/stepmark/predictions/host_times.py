@@ -1,4 +1,8 @@
-"""Time in which the host issues an operation, by what a step issues and how long it took."""
+"""Time in which the host issues an operation, by what a step issues and how long it took.
+
+DDP's reducer is C++ that runs between operations of Python, and small widths fill few of its
+buckets: what it issues counts as part of these operations.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,8 +11,9 @@ from statistics import median
 from stepmark.cases.record import Measured
 from stepmark.ground.stats import slowest_per_sample
 from stepmark.predictions.costs import pass_of
-from stepmark.step.workload import CommOp
+from stepmark.step.workload import CommOp, ComputeOp, Operation
 from stepmark.workloads.rules.pytorch.case import of_case
+from stepmark.workloads.rules.pytorch.ddp import is_of_reducer
 
 _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 
@@ -27,6 +32,12 @@ class PassTime:
         return self.time_s / (self.num_computes + self.num_collectives)
 
 
+def is_issued(op: Operation) -> bool:
+    """Return whether the host issues an operation by itself."""
+    is_wait = isinstance(op, ComputeOp) and op.is_wait
+    return not is_wait and not is_of_reducer(op)
+
+
 def passes_s(record: Measured) -> dict[str, float]:
     """Return the median times of the unprofiled passes, of those that were measured."""
     samples = {name: getattr(record.training, field) for name, field in _PASSES.items()}
@@ -37,11 +48,9 @@ def pass_times(record: Measured) -> Iterator[PassTime]:
     """Yield the passes of a measured step that have operations."""
     computes = dict.fromkeys(_PASSES, 0)
     collectives = dict.fromkeys(_PASSES, 0)
-    for op in of_case(record.train).expand():
-        if isinstance(op, CommOp):
-            collectives[pass_of(op.phase)] += 1
-        elif not op.is_wait:
-            computes[pass_of(op.phase)] += 1
+    for op in filter(is_issued, of_case(record.train).expand()):
+        counts = collectives if isinstance(op, CommOp) else computes
+        counts[pass_of(op.phase)] += 1
     for name, time_s in passes_s(record).items():
         if computes[name] + collectives[name]:
             yield PassTime(

@@ -269,17 +269,22 @@ class StepMemory:
         """Return bytes per token of what a checkpointed block keeps."""
         if self._case.recompute is not Recompute.OPS:
             return [self._row_bytes // self._case.parallel.tp]
-        # Attention with its statistics, and the outputs of the first, third, ... product.
+        # Attention with its statistics, the outputs of the first, third, ... product, and those
+        # of messages: gathered rows before, and divided ones after what is summed over ranks.
         model = self._case.model
         axes = self._case.parallel
         gathered = (axes.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
+        products = [leaf for leaf in unit.leaves if leaf.output]
+        num_summed = sum(leaf.is_summed for leaf in products) if axes.tp > 1 else 0
         sizes = [
-            self._row_bytes,
+            (1 + num_summed) * self._row_bytes,
             model.num_heads * (model.d_v * self._formats.itemsize + FP32),
             gathered * self._formats.itemsize,
-            sum([leaf.output for leaf in unit.leaves if leaf.output][::2]),
+            sum(leaf.output for leaf in products[::2] if not leaf.is_summed),
         ]
-        return [size // axes.tp for size in sizes if size]
+        whole = [num_summed * self._row_bytes]
+        whole += [leaf.output for leaf in products[::2] if leaf.is_summed]
+        return [size for size in (*(each // axes.tp for each in sizes), *whole) if size]
 
     def _loss(self, unit: FsdpUnit) -> list[Block]:
         """Compute logits and loss, with chunks also gradients; return what is kept."""

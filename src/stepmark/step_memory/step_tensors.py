@@ -15,6 +15,7 @@ from stepmark.step_memory.allocator import Block
 from stepmark.workloads.rules.pytorch.fsdp_order import ParamGroup
 
 FP32 = 4
+_SUMMED = frozenset(("attention.out", "mlp.down"))
 _STORED_ITEMSIZE = {
     Precision.AMP: FP32,
     Precision.MASTER: 2,
@@ -62,11 +63,15 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A module with none inside: bytes per token that it keeps, and of its input's gradient."""
+    """A module with none inside: bytes per token that it keeps, and of its input's gradient.
+
+    is_summed: its output is summed over the ranks of tensor parallelism.
+    """
 
     keeps: tuple[int, ...]
     input_grad: int
     output: int  # a product's, before tensor parallelism divides it
+    is_summed: bool
     is_norm: bool
     is_residual: bool
 
@@ -170,6 +175,7 @@ class UnitBuilder:
                 keeps=tuple(filter(None, tensors)),
                 input_grad=size * width,
                 output=size * output,
+                is_summed=module.role in _SUMMED,
                 is_norm=param is not None and param.is_norm,
                 is_residual=module.role.endswith("residual"),
             )

@@ -17,7 +17,16 @@ from stepmark.ground.units import MIB
 from stepmark.model.collectives import Collective
 from stepmark.model.ops import Phase
 from stepmark.step.module import Param
-from stepmark.step.workload import DDP, Block, ComputeOp, Item, Kernel, Run
+from stepmark.step.workload import (
+    DDP,
+    Block,
+    CommOp,
+    ComputeOp,
+    Item,
+    Kernel,
+    Operation,
+    Run,
+)
 from stepmark.workloads.architecture import Unit
 from stepmark.workloads.job import Comms
 from stepmark.workloads.pipeline import wait
@@ -88,6 +97,15 @@ def ready_order(params: tuple[Param, ...], *, autocast: bool) -> tuple[Param, ..
 _BUFFER_BYTES = 250 * MIB  # of the broadcast of parameters
 _BUCKET = "bucket"
 _READY = "ready"
+_SCALE = "bucket_scale"
+_COPY_OUT = "bucket_copy_out"
+
+
+def is_of_reducer(op: Operation) -> bool:
+    """Return whether the reducer issues an operation as a bucket becomes full."""
+    if isinstance(op, CommOp):
+        return op.stream == DDP
+    return isinstance(op.op, Kernel) and op.op.name in (_SCALE, _COPY_OUT)
 
 
 class Reducer:
@@ -208,7 +226,7 @@ class Reducer:
         if not ops:
             return ()
         num_bytes = elements * (settings.model_weights.itemsize + wire.itemsize)
-        scale = Kernel(name="bucket_scale", flops=elements, bytes_moved=num_bytes)
+        scale = Kernel(name=_SCALE, flops=elements, bytes_moved=num_bytes)
         return (ComputeOp(op=scale, phase=Phase.BWD, name=_READY, **where), *ops)
 
     def _end(self) -> Iterator[Item]:
@@ -234,5 +252,5 @@ class Reducer:
             read = 2 if settings.compress_bf16 else settings.model_weights.itemsize
             elements = sum(param.numel for param in params)
             num_bytes = elements * (read + settings.model_weights.itemsize)
-            copy = Kernel(name="bucket_copy_out", flops=0, bytes_moved=num_bytes)
+            copy = Kernel(name=_COPY_OUT, flops=0, bytes_moved=num_bytes)
             yield ComputeOp(op=copy, phase=Phase.BWD, module="gradients", microbatch=0)
