@@ -13,6 +13,7 @@ from stepmark.cases.message import RECV, SEND
 from stepmark.cases.plan import Plan, Profile
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.units import GIB
 from stepmark.measuring.machine import Machine
 from stepmark.predictions import calibrate
 from stepmark.step.workload import CommOp, Workload
@@ -44,6 +45,21 @@ def step_of(words: str) -> TrainCase:
     world_size = H200.num_ranks(train_plan.default_nproc(options, "cuda"))
     (case,) = train_plan.cases(options, "cuda", world_size)
     return case
+
+
+def test_several_gpus_have_eight_layers_where_they_fit() -> None:
+    """In two layers the head, which draws most power, is most of the products."""
+    roomy, small = (replace(H200, memory_bytes=gib * GIB) for gib in (141, 32))
+
+    def layers(words: str, machine: Machine) -> int:
+        return planned(words, machine).entries[0].case.model.num_layers
+
+    tp = "llama-3.1-8b --strategy tp --nproc 2 --mbs 2"
+    assert [layers(tp, machine) for machine in (roomy, small, H200)] == [8, 2, 2]
+    assert layers(f"{tp} --num-layers 5", roomy) == 5
+    assert layers("llama-3.1-8b --strategy fsdp --nproc 4 --ac 1/3", roomy) == 6
+    assert layers("llama-3.1-8b --strategy pp --nproc 2 --mbs 4", roomy) == 2
+    assert layers("gpt2-1.5b --strategy single", roomy) == 2
 
 
 def planned(words: str, machine: Machine = H200) -> Plan:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from stepmark.cases.training import DataParallel
 from stepmark.cli.main import status
 from stepmark.predictions import contention
-from stepmark.predictions.calibration import slowest_rank
+from stepmark.predictions.calibration import host_of_run, slowest_rank
+from stepmark.predictions.host_times import passes_s
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.power import mean_power_w, slowdown_of
 from stepmark.predictions.predict import calibrated_error, predict, with_host_of_step
@@ -25,6 +27,7 @@ from stepmark.traces.kineto.arrivals import rank_parts
 from stepmark.traces.kineto.kernels import measured_ops
 from stepmark.traces.trace_files import map_traces
 from stepmark.traces.trace_options import KernelsOptions
+from stepmark.workloads.rules.pytorch.case import of_case
 
 RESULTS = Path(__file__).parents[2] / "results"
 FOUR = RESULTS / "h100-x4-predictions-1"
@@ -68,6 +71,26 @@ def test_a_drawn_step_of_two_h200_is_as_slow_as_its_calibrated_kernels() -> None
     committed = json.loads((run / "prediction.json").read_text())["predictions"][0]
     assert committed["prediction"]["step_s"] == pytest.approx(0.7818, abs=1e-4)
     assert math.exp(calibrated_error(made.inputs)) == pytest.approx(1, abs=0.01)
+
+
+def test_buckets_of_ddp_take_no_time_of_python() -> None:
+    """A host issues as much at all widths: gpt2-1.5b has 145 buckets, 1/8 of its width five."""
+    run = RESULTS / "h200-x2-predictions-3"
+    plan = plans.read(run)
+    (case,) = {
+        entry.case
+        for entry in plan.entries
+        if plan.is_predicted(entry) and entry.case.data_parallel is DataParallel.DDP
+    }
+    (own,) = [
+        record
+        for record in read_with_warnings(run).latest
+        if record.case.kind == "train" and record.train.model.name == "gpt2-1.5b@1/8"
+    ]
+    host_s = host_of_run(run, case)
+    total_s = sum(map(host_s, of_case(case).expand()))
+    assert total_s == pytest.approx(sum(passes_s(own).values()))
+    assert total_s == pytest.approx(0.347, abs=0.001)
 
 
 def test_kernels_beside_others_are_those_of_other_streams() -> None:

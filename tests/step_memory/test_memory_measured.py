@@ -111,6 +111,21 @@ def test_no_recorded_step_is_said_to_run_out_or_to_fit_into_less() -> None:
         assert verdict(record.train, *sizes, 2 * reserved + 3 * 2**30) == "fits", name
 
 
+def test_selective_recomputation_keeps_what_messages_of_tp_deliver() -> None:
+    """llama-3.1-8b, eager, on two H200: gathered rows, and outputs of row-parallel products."""
+    steps = [
+        record
+        for record in read_records(RESULTS / "h200-x2-predictions-3")
+        if isinstance(record, Measured)
+        and isinstance(record.case, TrainCase)
+        and (record.train.parallel.tp, record.train.scale) == (2, "")
+    ]
+    assert {record.train.model.num_layers for record in steps} == {2, 32}
+    for record in steps:
+        allocated, _ = peaks(record)
+        assert off(estimate(record.train).allocated_bytes, allocated) < 0.01
+
+
 # (layers, allocated bytes, reserved bytes) on one H200: model, tokens, compiled or not.
 GPT_COMPILED = (
     (2, 3966488064, 4515168256),
