@@ -185,7 +185,7 @@ TOO_LARGE = {
     "llama-3.1-8b --nproc 8 --strategy ddp": "--strategy fsdp --nproc 8 --ac selective",
     "llama-3.1-8b --nproc 1": "--strategy tp --nproc 4 --tp 4",
     "llama-3.1-8b --nproc 1 --gbs 8": "--strategy fsdp --nproc 4 --grad-accum 2 --ac full",
-    "llama-3.1-70b --nproc 2 --pp 2 --num-layers 12": "--nproc 4 --tp 2 --pp 2 --ac selective",
+    "llama-3.1-70b --nproc 2 --pp 2 --num-layers 12": "--nproc 4 --tp 2 --pp 2 --ac full",
     "qwen3-8b --nproc 1 --precision master --mbs 8": "--mbs 2 --precision amp --ac full",
     "llama-3.1-70b --nproc 1 --cuda-graph": "",
     "llama-3.1-70b --nproc 8 --strategy ddp --bucket-mb 50": "",
