@@ -11,17 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepmark.cases.record import Measured
 from stepmark.cli import main
 from stepmark.ground.options import build
 from stepmark.model.ops import Phase
 from stepmark.predictions import simulation
 from stepmark.predictions.framework_job import basis_of, options_class, workload_of
+from stepmark.predictions.host_times import passes_s
 from stepmark.predictions.hosts import DEFAULT, HostTimes, Launch, load_hosts, ratio
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.predict import predict
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.step.workload import ComputeOp
+from stepmark.store.reader import read_records
+from stepmark.workloads.rules.pytorch.case import of_case
 
 from .predicted_runs import GPT2, WORDS, Predict
 
@@ -83,12 +87,30 @@ def test_measured_steps_are_predicted_within_their_noise() -> None:
         assert predict(own).step_s == pytest.approx(time_s, rel=0.44)
 
 
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_an_eager_step_with_tensor_parallelism_takes_what_dtensor_does(number: int) -> None:
+    """llama-3.1-8b on machines with two H200, by the forward time of each machine's fit."""
+    forward_us = {2: 171, 3: 245, 4: 225}[number]
+    (record,) = [
+        record
+        for record in read_records(ROOT / "results" / f"h200-x2-predictions-{number}")
+        if isinstance(record, Measured)
+        and record.case.kind == "train"
+        and record.train.model.name == "llama-3.1-8b@1/16"
+    ]
+    workload = of_case(record.train)
+    times = HostTimes(load_hosts()[DEFAULT], workload)
+    operations = (op for op in workload.expand() if op.phase is Phase.FWD and not op.recompute)
+    predicted_s = sum(map(times, operations)) * forward_us / 109
+    assert predicted_s == pytest.approx(passes_s(record)["fwd"], rel=0.3)
+
+
 @pytest.mark.parametrize(
     ("values", "counts"),
     [
         # Embedding, output and blocks: gathers forward and backward, and as many scatters.
         ({"nproc": "2", "strategy": "fsdp"}, {"fsdp_collective": 11, "collective": 1}),
-        ({"nproc": "2", "strategy": "tp", "tp": 2}, {"dtensor_collective": 23}),
+        ({"nproc": "2", "strategy": "tp", "tp": 2}, {"dtensor_collective": 23, "dtensor_norm": 21}),
         ({"nproc": "4", "pp": 2, "pp_microbatches": 2, "mbs": "2"}, {"transfer": 4}),
     ],
     ids=["fsdp", "tp", "pp"],

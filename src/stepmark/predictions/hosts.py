@@ -80,7 +80,8 @@ class HostTimes:
     def __init__(self, host: Host, workload: Workload, launch: Launch = Launch.EAGER) -> None:
         self.host = host
         self.launch = launch
-        self._is_pytorch = workload.rules == "pytorch"
+        has_tp = "tp" in workload.groups and workload.groups["tp"].size > 1
+        self._has_dtensors = workload.rules == "pytorch" and has_tp
         self._layers_per_update = _layers_per_update(workload)
 
     def __call__(self, op: Operation) -> float:
@@ -113,15 +114,17 @@ class HostTimes:
             return ("optimizer",)
         if self.launch is Launch.COMPILED:  # experts as well, whose kernels are fused then
             return ("compiled",)
-        return ("experts",) if op.module.startswith(_EXPERTS) else ()
+        kinds = ("experts",) if op.module.startswith(_EXPERTS) else ()
+        return (*kinds, "dtensor") if self._has_dtensors else kinds
 
     def _collective(self, op: CommOp) -> str:
         if op.collective in (SEND, RECV):
             return "transfer"
         if op.stream in (FSDP, FSDP_REDUCE):
             return "fsdp_collective"
-        if self._is_pytorch and op.group == "tp" and op.phase is not Phase.OPTIM:
-            return "dtensor_collective"
+        if self._has_dtensors and op.group == "tp":
+            is_norm = op.phase is Phase.OPTIM  # of a gradient, for clipping
+            return "dtensor_norm" if is_norm else "dtensor_collective"
         return "collective"
 
 
