@@ -7,6 +7,7 @@ import pytest
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Precision, Recompute
+from stepmark.efficiency.kernel_times import Style, kernel_times
 from stepmark.model.device import load_devices
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Attention, Gemm, Phase
@@ -289,6 +290,38 @@ def test_costs_by_data_sheet_reach_measured_shares_of_it() -> None:
     step = costs(update)
     assert step is not None
     assert (update.op.bytes_moved or 0) / step.total_s == pytest.approx(3.50e12, rel=0.01)
+
+
+def test_autocast_casts_weights_and_their_gradients_by_data_sheet() -> None:
+    """Twelve bytes a weight and micro-batch, and six more where a block is computed again."""
+    h200 = load_devices()["h200-sxm"]
+
+    def cast_bytes(case: TrainCase) -> float:
+        workload = of_case(case)
+        kernels = kernel_times(h200)
+        of_byte = kernels.time_of(Kernel(name="cast", flops=0, bytes_moved=10**9), Style.EAGER)
+        costs = SheetCosts(h200, workload.settings)
+        products = [
+            op
+            for op in workload.expand()
+            if isinstance(op, ComputeOp) and isinstance(op.op, Gemm)
+        ]
+        times = (costs(op).time_s.get(Work.ELEMENTWISE, 0.0) for op in products)
+        return sum(times) / of_byte.time_s * 10**9
+
+    weights = MODEL.num_layers * MODEL.layer_params() + MODEL.head_params
+    weights -= MODEL.num_layers * 2 * MODEL.hidden_size  # norms
+    assert cast_bytes(CASE) == pytest.approx(12 * weights)
+    assert cast_bytes(replace(CASE, grad_accum=2)) == pytest.approx(24 * weights)
+    assert cast_bytes(replace(CASE, precision=Precision.BF16)) == 0
+    sharded = replace(
+        CASE, parallel=ParallelConfig(dp_shard=2), data_parallel=DataParallel.FSDP
+    )
+    assert cast_bytes(sharded) == 0  # what it gathers has 16 bits
+    again = cast_bytes(replace(CASE, recompute=Recompute.FULL)) - 12 * weights
+    # All of a block but its last product, whose result nothing needs.
+    last = MODEL.num_layers * MODEL.hidden_size * MODEL.ffn_hidden_size
+    assert again == pytest.approx(6 * (weights - MODEL.head_params - last))
 
 
 @pytest.mark.parametrize(

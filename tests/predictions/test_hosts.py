@@ -110,7 +110,10 @@ def test_an_eager_step_with_tensor_parallelism_takes_what_dtensor_does(number: i
     [
         # Embedding, output and blocks: gathers forward and backward, and as many scatters.
         ({"nproc": "2", "strategy": "fsdp"}, {"fsdp_collective": 11, "collective": 1}),
-        ({"nproc": "2", "strategy": "tp", "tp": 2}, {"dtensor_collective": 23, "dtensor_norm": 11}),
+        (
+            {"nproc": "2", "strategy": "tp", "tp": 2},
+            {"dtensor_collective": 23, "dtensor_norm": 11},
+        ),
         ({"nproc": "4", "pp": 2, "pp_microbatches": 2, "mbs": "2"}, {"transfer": 4}),
     ],
     ids=["fsdp", "tp", "pp"],

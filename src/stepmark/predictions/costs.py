@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from stepmark.cases.training import CompileScope
 from stepmark.efficiency.kernel_times import AttentionKernel, Basis, Style, kernel_times
+from stepmark.ground.dtypes import DType
 from stepmark.model.device import DeviceSpec
-from stepmark.model.ops import Attention, Op, Phase
+from stepmark.model.ops import Attention, Gemm, GroupedGemm, Op, Phase
 from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, OpTable
 from stepmark.step.workload import ComputeOp, Kernel, Workload
 from stepmark.timeline.ledger import Work, work_in_trace, work_of_key, work_of_op
@@ -23,6 +24,8 @@ from stepmark.timeline.step_cost import OpCost, Source, known_time
 from stepmark.workloads.file_times import FileTimes
 
 _PASS = {Phase.FWD: "fwd", Phase.OPTIM: "optim"}
+_CASTS = (DType.BF16, DType.FP16)
+_CAST_BYTES = 4 + 2  # of an element, read and written
 _SHORT_NS = 3000  # a kernel of the optimizer that combines norms takes less
 _END = ("head", "head.norm", "loss", "output")
 _UPDATE = ("clip", "update")
@@ -274,11 +277,31 @@ class SheetCosts:
         # As `stepmark train` computes it. FlashAttention-2 has packed sequences (varlen_attn).
         if "compile" in self.settings and is_attention and kernel is not AttentionKernel.FLASH:
             kernel = AttentionKernel.FLEX
-        time = kernel_times(self.device).time_of(op.op, self._style_of(op), kernel)
+        times = kernel_times(self.device)
+        time = times.time_of(op.op, self._style_of(op), kernel)
         if time is None:
             return None
         source = Source.SHEET if time.basis is Basis.MEASURED else Source.RULE
-        return OpCost(time_s={work_of_op(op): time.time_s}, source=source)
+        time_s = {work_of_op(op): time.time_s}
+        cast = Kernel(name="cast", flops=0, bytes_moved=self._cast_bytes(op))
+        if cast.bytes_moved and (own := times.time_of(cast, self._style_of(op))):
+            time_s[Work.ELEMENTWISE] = own.time_s
+        return OpCost(time_s=time_s, source=source)
+
+    def _cast_bytes(self, op: ComputeOp) -> int:
+        """Return the bytes by which autocast makes a weight of 16 bits, or its gradient of 32.
+
+        It casts in each forward pass, of a repetition, too. FSDP casts what it communicates.
+        """
+        own = op.op
+        is_cast = self.settings.get("autocast") and self.settings.get("param_dtype") == "fp32"
+        if not is_cast or not isinstance(own, Gemm | GroupedGemm) or own.dtype not in _CASTS:
+            return 0
+        if isinstance(own, GroupedGemm):
+            size = own.num_groups * own.n * own.k
+        else:
+            size = own.m * own.n if op.phase is Phase.WGRAD else own.n * own.k
+        return _CAST_BYTES * size if op.phase in (Phase.FWD, Phase.WGRAD) else 0
 
     def _style_of(self, op: ComputeOp) -> Style:
         scope = self.settings.get("compile")
