@@ -44,6 +44,10 @@ class Bench(Protocol):
     @property
     def budget_s(self) -> float | None: ...
 
+    def completed(self, entry: Entry) -> Entry:
+        """Return the entry with what only ranks can learn. Raises ConfigError on all ranks."""
+        return entry
+
     def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
         """Return why this rank cannot run the case, and the bytes that it would need."""
 

@@ -21,7 +21,8 @@ from stepmark.measuring.context import MeasureContext, no_collection, own_stream
 from stepmark.measuring.ranks import Ranks, agreed, measured_by
 from stepmark.measuring.run_cases import Bench, SetUpTime
 from stepmark.measuring.telemetry import Sampler
-from stepmark.operators.bench import IMPLS
+from stepmark.model.ops import Custom
+from stepmark.operators.bench import IMPLS, custom, impl_of
 from stepmark.operators.bench.call import Call, Impl
 
 # Work between two agreements of the ranks.
@@ -67,10 +68,16 @@ class OperatorBench(Bench):
         how = self.how
         self.effort = Effort(sample_s=how.sample_s, soak_s=how.soak_s, num_samples=how.steps)
 
+    def completed(self, entry: Entry) -> Entry:
+        case = cast("OpCase", entry.case)
+        if not isinstance(case.op, Custom):
+            return entry
+        return replace(entry, case=custom.completed(case, case.op, self.context.ranks))
+
     def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
         case = cast("OpCase", entry.case)
         ranks = self.context.ranks
-        impl = IMPLS[case.family].get(case.backend)
+        impl = impl_of(case)
         if impl is None:
             names = ", ".join(IMPLS[case.family])
             return f"no backend {case.backend} for {case.family}; there is {names}", None
@@ -115,7 +122,8 @@ class OperatorBench(Bench):
         context = replace(self.context, ranks=ranks, free_bytes=lambda: self._free_bytes(case))
         try:
             with own_stream(context):
-                impl = IMPLS[case.family][case.backend]
+                impl = impl_of(case)
+                assert impl is not None, "why_not has its reason"
                 record = _measure(
                     case, impl, context, effort, load=self._load, warmups=self.how.warmups
                 )
