@@ -15,11 +15,11 @@ class CustomOp:
     set; the sets together exceed the cache. device and dtype are torch's.
 
     call(*operands) is timed, again and again on the same operands, on torch's current stream.
-    It returns a tensor or several: new ones, or operands that it wrote into. reference(*operands)
-    returns the same in higher precision; it gets floating-point operands in fp64. flops are
-    those of matrix products in one call, bytes_moved what it must read and write. tolerance is
-    the largest relative error that is right; by default that of four roundings to dtype, and of
-    a sum as long as the longest dimension.
+    It returns a tensor or several: new ones, or operands that it wrote into.
+    reference(*operands) returns the same in higher precision, from floating-point operands in
+    fp64. flops are those of matrix products in one call, bytes_moved what it must read and
+    write. tolerance is the largest relative error that is right; by default that of four
+    roundings to dtype, and of a sum as long as the longest dimension.
     """
 
     call: Callable[..., object]

@@ -46,7 +46,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     family: _SEVERAL.get(family, ("torch",)) for family in FAMILIES
 }
 # Backends that are measured where they are named, or nothing else runs: products of all pairs,
-# and of one expert after the other; on a CPU also compiled functions, which compile for seconds.
+# and of one expert after the other; on a CPU also compiled functions, which take seconds each.
 _ON_REQUEST = {"cuda": ("math", "loop"), "cpu": ("math", "loop", "compile")}
 
 
