@@ -84,7 +84,7 @@ def layer_cases(options: LayerOptions, machine: Machine) -> list[OpCase]:
     """Plan `op all`: a copy, one layer of each kind, the head, loss and optimizer."""
     if not options.model:
         raise ConfigError("model", "missing", "a model name or config.json for op all")
-    layers = _model_shapes(options, machine.device)
+    layers = model_shapes(options, machine.device)
     copy = Copy(num_bytes=2**30 if machine.device == "cuda" else 2**27)
     # First, so that a short budget does not leave the ceiling of all others to the end.
     unscaled = dataclasses.replace(options, scale=None)
@@ -245,7 +245,7 @@ def shape_source(options: FamilyOptions) -> str:
 
 def _from_model(options: FamilyOptions, device: str) -> Iterator[Placed]:
     phases = _phases(options)
-    for shape in _model_shapes(options, device):
+    for shape in model_shapes(options, device):
         if options.family not in BY_FAMILY:
             allowed = f"it gives shapes of {', '.join(BY_FAMILY)} only"
             raise ConfigError("model", shape.model.name, allowed)
@@ -254,7 +254,7 @@ def _from_model(options: FamilyOptions, device: str) -> Iterator[Placed]:
                 yield label, op
 
 
-def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[ModelShape]:
+def model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[ModelShape]:
     """Return one per model, micro-batch and dtype, as the framework of --as runs them."""
     axes = ParallelConfig(tp=options.tp, ep=options.ep, dp_shard=options.dp_shard)
     sequence = options.sequence_parallel
