@@ -36,6 +36,7 @@ from stepmark.operators.op_options import (
     LayerOptions,
     ModelShapes,
     OpOptions,
+    Selection,
 )
 from stepmark.step.layout import Inputs, layout_of, model_as
 from stepmark.workloads import user_function
@@ -138,17 +139,23 @@ def custom_cases(options: CustomOptions, machine: Machine) -> list[OpCase]:
             ),
         )
         for dtype in dtypes(options, machine.device)
-        for arguments in itertools.product(*map(_argument_words, options.arguments))
+        for arguments in itertools.product(*_argument_words(options.arguments))
     ]
     return _op_cases(placed, lambda op: functions, options, machine)
 
 
-def _argument_words(text: str) -> list[str]:
-    """Return NAME=VALUE of each value of an argument. Raises ConfigError."""
-    name, _, values = text.partition("=")
-    if not name.isidentifier() or not _words(values) or " " in values.strip():
-        raise ConfigError("arg", text, "NAME=VALUE, or NAME=VALUE,VALUE without spaces")
-    return [f"{name}={value}" for value in _words(values)]
+def _argument_words(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield NAME=VALUE of each value of each argument. Raises ConfigError."""
+    names = {"device", "dtype"}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if name in names:
+            allowed = "given once" if name not in ("device", "dtype") else f"given as --{name}"
+            raise ConfigError("arg", text, allowed)
+        if not name.isidentifier() or not _words(values) or " " in values.strip():
+            raise ConfigError("arg", text, "NAME=VALUE, or NAME=VALUE,VALUE without spaces")
+        names.add(name)
+        yield [f"{name}={value}" for value in _words(values)]
 
 
 def _op_cases(
@@ -227,7 +234,8 @@ def shape_source(options: FamilyOptions) -> str:
         # Primus' attention_shapes.json
         source = "attention_shapes" if any("seqlen_q" in item for item in first) else source
     used = _USED | {"fields": (*(field.name for field in fields), *_ANY, "phase")}
-    shared = {field.name for field in dataclasses.fields(OpOptions)} - set(_ANY)
+    of_all = (*dataclasses.fields(OpOptions), *dataclasses.fields(Selection))
+    shared = {field.name for field in of_all} - set(_ANY)
     title = (flags | {"attention_shapes": "--shapes", "fields": by_hand})[source]
     for name, value in plain(options).items():
         if name in shared or name in used[source]:
