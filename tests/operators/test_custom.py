@@ -1,4 +1,4 @@
-"""Users' own operators: what a function must return, how its result is checked, its identity."""
+"""Users' own operators: what a function returns, how its result is checked, its identity."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -43,7 +43,7 @@ class ModelShapes:
         names="model",
     )
     model: str | None = flag(
-        "the same as MODEL: one name, or several with commas", names="model"
+        "the same as MODEL: one name, or several with commas", rare=True, names="model"
     )
     run_as: str = flag(
         "whose operators --model stands for: train, which does not divide its loss by --tp, "
@@ -74,8 +74,7 @@ class Selection:
 
     scale: str | None = flag("1/64: scaled-down shapes; tiny: a tiny model")
     backend: Words = flag(
-        "backend(s), comma-separated [all that run, but for math, loop, and compile on a CPU]",
-        default=(),
+        "backend(s), comma-separated [all but math, loop; on a CPU compile]", default=()
     )
 
 

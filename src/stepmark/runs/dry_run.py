@@ -51,7 +51,8 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
         steps = op_table.steps_of(plan.options, here) if plan.command == "op" else []
         operators = [(case, row) for case, row in planned if isinstance(case, OpCase)]
         lines = [*op_table.lines(operators, steps)] if operators else []
-        lines += [_LINES[row["kind"]](row) for row in rows if row["kind"] in _LINES]
+        others = [_LINES[row["kind"]](row) for row in rows if row["kind"] in _LINES]
+        lines += ["", *others] if lines and others else others
         sys.stdout.writelines(f"{line}\n" for line in lines)
         sys.stdout.flush()
     launches = max(entry.launch for entry in plan.entries)
