@@ -184,11 +184,11 @@ def _in_steps(op: Op, steps: Iterable[Step]) -> Row:
 def _columns(rows: Sequence[Row], steps: Sequence[Step]) -> list[Column[Any]]:
     """Return the columns of operators; some of words only where rows differ in them."""
     apart: list[Column[Any]] = [
-        Column(name, leaves=5)
+        Column(name, leaves=6)
         for name in ("model", "mbs", "dtype", "rate")
         if len({row[name] for row in rows} - {"", None}) > 1
     ]
-    predicted: Column[Any] = Column("predicted_s", unit=SECONDS, heading="predicted", leaves=4)
+    predicted: Column[Any] = Column("predicted_s", unit=SECONDS, heading="predicted", leaves=5)
     *work, share = _work_columns(steps)
     return [*apart, Column("operator"), Column("shape"), *work, predicted, share]
 
@@ -213,10 +213,10 @@ def _operator(rows: Iterable[Row]) -> str:
 def _work_columns(steps: Sequence[Step]) -> list[Column[Any]]:
     of_time = any(step.least_s is not None for step in steps)
     return [
-        Column("calls_per_step", unit=COUNT, heading="x", leaves=1),
-        Column("flops", unit=FLOPS, heading="FLOPs", leaves=2),
-        Column("bytes_moved", unit=BYTES, heading="moved", leaves=3),
-        Column("least_s", unit=SECONDS, heading="at least"),
+        Column("calls_per_step", unit=COUNT, heading="x", leaves=2),
+        Column("flops", unit=FLOPS, heading="FLOPs", leaves=3),
+        Column("bytes_moved", unit=BYTES, heading="moved", leaves=4),
+        Column("least_s", unit=SECONDS, heading="at least", leaves=1),
         Column("share_of_step_pct", unit=SHARE, heading="of time" if of_time else "of FLOPs"),
     ]
 
