@@ -17,7 +17,7 @@ from stepmark.ground.stats import slowest_per_sample
 from stepmark.ground.units import format_bytes
 from stepmark.measuring import clock as clocks
 from stepmark.measuring.clock import BURST_IDLE_S, Effort, is_enough
-from stepmark.measuring.context import MeasureContext, no_collection, own_stream, release
+from stepmark.measuring.context import MeasureContext, collect, no_collection, own_stream
 from stepmark.measuring.ranks import Ranks, agreed, measured_by
 from stepmark.measuring.run_cases import Bench, SetUpTime
 from stepmark.measuring.telemetry import Sampler
@@ -223,7 +223,7 @@ def _checked_set(
     before_bytes = torch.cuda.memory_allocated(device)
     call = impl.make(case.op, device)
     check = call.verify()
-    release(context)
+    collect(context)
     torch.cuda.reset_peak_memory_stats(device)
     call.run()
     return call, check, torch.cuda.max_memory_allocated(device) - before_bytes
