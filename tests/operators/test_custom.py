@@ -13,6 +13,7 @@ from stepmark.cases.case import OpCase
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring.machine import Machine
+from stepmark.measuring.ranks import Ranks
 from stepmark.model.ops import CUSTOM, Custom
 from stepmark.operators import op_plan
 from stepmark.operators.bench import custom
@@ -214,6 +215,23 @@ def test_bad_options_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(tmp_path, **options)
+
+
+ALONE = Ranks(rank=0, num_ranks=1, local_rank=0, device=CPU)
+
+
+def test_ranks_learn_the_work_and_refuse_a_file_that_was_edited(tmp_path: Path) -> None:
+    (case,) = planned(tmp_path, arguments=("n=10",))
+    op = case.op
+    assert isinstance(op, Custom)
+    called = custom.completed(case, op, ALONE).op
+    assert called == replace(op, flops=0, bytes_moved=80, memory_bytes=80)
+    (tmp_path / "kernel.py").write_text(FILE + "# edited\n")
+    with pytest.raises(ConfigError, match=f"the planned file, whose digest is {op.digest}"):
+        custom.completed(case, op, ALONE)
+    (tmp_path / "kernel.py").unlink()
+    with pytest.raises(ConfigError, match=r"kernel\.py is missing"):
+        custom.completed(case, op, ALONE)
 
 
 def build(op: Custom, name: str) -> Callable[[], object]:

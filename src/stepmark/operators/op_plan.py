@@ -1,7 +1,6 @@
 """From options to the cases of `stepmark op`: shapes, element types, backends."""
 
 import dataclasses
-import hashlib
 import importlib.util
 import itertools
 import os
@@ -28,6 +27,7 @@ from stepmark.model.ops import (
     Scaling,
 )
 from stepmark.model.ops.backends import BACKENDS, MODULES, Capabilities, usual
+from stepmark.model.ops.custom import digest_of
 from stepmark.model.parallel import ParallelConfig
 from stepmark.model.product_precision import of_operators
 from stepmark.operators.op_options import (
@@ -133,7 +133,7 @@ def custom_cases(options: CustomOptions, machine: Machine) -> list[OpCase]:
             Label(role=path.name),
             Custom(
                 file=file,
-                digest=hashlib.sha256(path.read_bytes()).hexdigest()[:12],
+                digest=digest_of(path),
                 arguments=" ".join(arguments),
                 dtype=dtype,
             ),

@@ -1,7 +1,9 @@
 """A user's own operator: a function of a file, and what the function returns of its work."""
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stepmark.ground.dtypes import DType
@@ -10,6 +12,11 @@ from stepmark.model.ops.fields import MULTIPLIED, Operator, choice
 CUSTOM = "custom"  # the family's name
 # Of MULTIPLIED and 8 bits: torch has no tensor of a block format.
 CUSTOM_DTYPES = (*MULTIPLIED, DType.FP8_E4M3, DType.FP8_E5M2)
+
+
+def digest_of(path: Path) -> str:
+    """Return the beginning of the SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def _fact(default: Any) -> Any:
@@ -21,10 +28,9 @@ def _fact(default: Any) -> Any:
 class Custom(Operator):
     """Your own function of a Python file, which returns a stepmark.CustomOp.
 
-    digest: the beginning of the SHA-256 of the file, so that an edited kernel is another
-    operator. arguments: of the function, as NAME=VALUE with a space between two. flops,
-    bytes_moved and memory_bytes (of its operands) are what the function returns on a rank, and
-    0 before.
+    digest: of the file, so that an edited kernel is another operator. arguments: of the
+    function, as NAME=VALUE with a space between two. flops, bytes_moved and memory_bytes (of
+    its operands) are what the function returns on a rank, and 0 before.
     """
 
     file: str = _fact("")

@@ -19,6 +19,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.measuring.ranks import Ranks
 from stepmark.measuring.verify import TORCH_DTYPE, compare, merge, poison, tolerance
 from stepmark.model.ops import Custom
+from stepmark.model.ops.custom import digest_of
 from stepmark.operators.bench.call import Call, Impl, set_matmul_precision
 from stepmark.operators.custom_op import CustomOp
 from stepmark.workloads.user_function import find_function, load_module, reported
@@ -34,6 +35,7 @@ def completed(case: OpCase, op: Custom, ranks: Ranks) -> OpCase:
     """
     problem: ConfigError | None = None
     try:
+        _check_unedited(op)
         built = _build(op, case.backend, ranks.device)
         tensors = _tensors(built.operands)
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -51,6 +53,15 @@ def completed(case: OpCase, op: Custom, ranks: Ranks) -> OpCase:
         if other is not None:
             raise other
     return dataclasses.replace(case, op=op)
+
+
+def _check_unedited(op: Custom) -> None:
+    """Refuse a file that was edited after the plan was made, e.g. before `resume`."""
+    path = Path(op.file)
+    digest = digest_of(path) if path.is_file() else None
+    if digest != op.digest:
+        allowed = f"the planned file, whose digest is {op.digest}: plan an edited one anew"
+        raise ConfigError(op.file, digest, allowed)
 
 
 def impl(backend: str) -> Impl:
