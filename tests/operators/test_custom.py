@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.measuring.fakes import context, entries
 from torch import Tensor
 
 from stepmark.cases.case import OpCase
+from stepmark.cases.plan import OpHow
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
+from stepmark.measuring.context import MeasureContext
 from stepmark.measuring.machine import Machine
 from stepmark.measuring.ranks import Ranks
 from stepmark.model.ops import CUSTOM, Custom
 from stepmark.operators import op_plan
-from stepmark.operators.bench import custom
+from stepmark.operators.bench import bench, custom
 from stepmark.operators.custom_op import CustomOp
 from stepmark.operators.op_options import CustomOptions, options_of
 
@@ -110,6 +113,17 @@ def test_a_tolerance_decides_and_is_by_default_that_of_the_type(op: Custom) -> N
     assert custom._check("loose", bf16, loose).num_wrong == 0
     assert custom._check("strict", bf16, replace(loose, tolerance=0.01)).num_wrong > 20
     assert custom._check("fp32", op, loose).num_wrong > 90
+
+
+def test_an_expanded_operand_is_only_read(op: Custom) -> None:
+    built = CustomOp(
+        call=lambda x: x + 1,
+        operands=(torch.ones(1, 3).expand(5, 3),),
+        reference=lambda x: x + 1,
+        flops=0,
+        bytes_moved=72,
+    )
+    assert custom._check("expanded", op, built).num_wrong == 0
 
 
 def test_a_reference_gets_fp64_and_a_call_its_own_type(op: Custom) -> None:
@@ -232,6 +246,20 @@ def test_ranks_learn_the_work_and_refuse_a_file_that_was_edited(tmp_path: Path) 
     (tmp_path / "kernel.py").unlink()
     with pytest.raises(ConfigError, match=r"kernel\.py is missing"):
         custom.completed(case, op, ALONE)
+
+
+def test_cases_are_completed_once_and_their_operands_are_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[MeasureContext] = []
+    monkeypatch.setattr(bench, "release", released.append)
+    place = context()
+    own = bench.OperatorBench(place, OpHow())
+    both = [*entries(planned(tmp_path)), *entries(planned(tmp_path), launch=2)]
+    completed = [own.completed(entry) for entry in both]
+    assert [entry.launch for entry in completed] == [1, 2]
+    assert {entry.case.op.bytes_moved for entry in completed} == {8000}  # type: ignore[union-attr]
+    assert released == [place]
 
 
 def build(op: Custom, name: str) -> Callable[[], object]:

@@ -17,7 +17,13 @@ from stepmark.ground.stats import slowest_per_sample
 from stepmark.ground.units import format_bytes
 from stepmark.measuring import clock as clocks
 from stepmark.measuring.clock import BURST_IDLE_S, Effort, is_enough
-from stepmark.measuring.context import MeasureContext, collect, no_collection, own_stream
+from stepmark.measuring.context import (
+    MeasureContext,
+    collect,
+    no_collection,
+    own_stream,
+    release,
+)
 from stepmark.measuring.ranks import Ranks, agreed, measured_by
 from stepmark.measuring.run_cases import Bench, SetUpTime
 from stepmark.measuring.telemetry import Sampler
@@ -75,6 +81,7 @@ class OperatorBench(Bench):
             return entry
         if case not in self._completed:  # other launches have the same cases
             self._completed[case] = custom.completed(case, case.op, self.context.ranks)
+            release(self.context)  # or its operands would count as memory that is not free
         return replace(entry, case=self._completed[case])
 
     def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
