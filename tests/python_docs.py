@@ -28,7 +28,7 @@ FUNCTIONS = (
     "options",
 )
 ORDER = (*FUNCTIONS, "Model", "Table", "Workload", "Prediction", "Predictions", "Ledger")
-ORDER += ("Plan", "Run", "Step", "Replay", "Comparison", "Sweep", "Trace", "Logs")
+ORDER += ("Plan", "Run", "Step", "Replay", "Comparison", "Sweep", "Trace", "Logs", "CustomOp")
 
 
 def signature(function: object) -> str:
@@ -48,7 +48,7 @@ def reference() -> str:
 
 def _parts(name: str) -> Iterator[str]:
     thing = getattr(sm, name)
-    made_by_us = name in ("Model", "Table") or not inspect.isclass(thing)
+    made_by_us = name in ("Model", "Table", "CustomOp") or not inspect.isclass(thing)
     yield f"### `sm.{name}{signature(thing) if made_by_us else ''}`\n"
     yield f"{inspect.getdoc(thing)}\n"
     if not inspect.isclass(thing):

@@ -18,8 +18,7 @@ import pytest
 
 from stepmark.cli import main
 from stepmark.ground import options
-from stepmark.model.ops import FAMILIES
-from stepmark.operators.op_options import LAYER
+from stepmark.operators.op_options import FAMILY_WORDS
 from stepmark.step.workload import Workload
 from stepmark.timeline.trace_columns import RankTrace
 from stepmark.traces import trace_files
@@ -211,7 +210,7 @@ def test_every_verb_and_family_is_described() -> None:
     verbs = {page.stem for page in ROOT.glob("docs/verbs/*.md")} - {"index"}
     assert verbs == main.VERBS.keys()
     families = (ROOT / "docs/verbs/op.md").read_text().split("## Families")[1].split("## ")[0]
-    assert set(re.findall(r"`([\w-]+)`", families)) == {*FAMILIES, LAYER}
+    assert set(re.findall(r"`([\w-]+)`", families)) == {*FAMILY_WORDS}
 
 
 def anchors(page: Path) -> set[str]:

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from stepmark.api.trace import Trace, read_trace
     from stepmark.api.workload import Workload, read_workload, workload
     from stepmark.ground.errors import ConfigError, NothingToMeasureError, StepmarkError
+    from stepmark.operators.custom_op import CustomOp
     from stepmark.tables.table import Table
 
 __version__ = "0.1.0"
 __all__ = [
     "Comparison",
     "ConfigError",
+    "CustomOp",
     "Ledger",
     "Logs",
     "Model",
@@ -76,6 +78,7 @@ _MODULES = {
     "stepmark.tables.table": ("Table",),
     "stepmark.api.trace": ("Trace", "read_trace"),
     "stepmark.api.workload": ("Workload", "read_workload", "workload"),
+    "stepmark.operators.custom_op": ("CustomOp",),
     "stepmark.ground.errors": ("ConfigError", "NothingToMeasureError", "StepmarkError"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

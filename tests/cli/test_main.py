@@ -75,7 +75,7 @@ def test_help(arguments: list[str]) -> None:
 def test_help_of_a_family(family: str) -> None:
     code, out, err = called(["op", family, "--help"])
     assert (code, err) == (0, "")
-    for flag in ("--model", "--dtype", "--budget", "--csv", "--nproc"):
+    for flag in ("MODEL...", "--dtype", "--budget", "--csv", "--nproc"):
         if flag != "--dtype" or family not in ("copy", "host-copy"):
             assert flag in out
 

@@ -4,6 +4,7 @@ import gc
 import itertools
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -452,7 +453,7 @@ class FakeMemory:
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.peak)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
         # Frees the workspace of the reference's products.
-        monkeypatch.setattr(operators, "release", lambda _context: self.use(-32, 0))
+        monkeypatch.setattr(operators, "collect", lambda _context: self.use(-32, 0))
 
 
 def test_the_memory_of_an_operator_has_no_reference_in_it(
@@ -490,6 +491,37 @@ def test_nothing_is_collected_while_operators_are_timed(
     assert enabled
     assert not any(enabled)
     assert gc.isenabled()
+
+
+class Node:
+    """A node of a cycle, which only a garbage collection frees."""
+
+    def __init__(self) -> None:
+        self.node = self
+
+
+def test_what_a_case_leaves_is_collected_once_and_its_garbage_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As torch.compile does, the first case leaves many objects."""
+    left: list[list[int]] = []
+    garbage: list[weakref.ref[Node]] = []
+    exempt: list[int] = []
+
+    def make(_op: object, _device: torch.device) -> Call:
+        exempt.append(gc.get_freeze_count())
+        assert all(node() is None for node in garbage)
+        node = Node()
+        garbage.append(weakref.ref(node))
+        left.extend([number] for number in range(1000))
+        return Call(run=lambda: node, verify=lambda: GOOD, backend_run="fake")
+
+    install(monkeypatch, {"good": impl(make=make)}, steady)
+    before = gc.get_freeze_count()
+    run([gemm(), gemm(size=32)])
+    assert exempt[-1] - exempt[0] >= 1000
+    assert all(node() is None for node in garbage)
+    assert gc.get_freeze_count() <= before
 
 
 def test_two_ranks_agree() -> None:

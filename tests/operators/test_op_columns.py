@@ -238,8 +238,8 @@ def test_printed_rows_are_whole_when_not_on_a_terminal() -> None:
 def test_a_narrow_terminal_drops_columns_not_digits() -> None:
     table = rows(full_run(), run_info(), device=made_up_device())
     console_columns = [one for one in OP_COLUMNS if View.CONSOLE in one.views]
-    wide = [column.name for column in row_tables._fitting(table, 10_000, console_columns)]
-    narrow = [column.name for column in row_tables._fitting(table, 60, console_columns)]
+    wide = [column.name for column in row_tables.fitting(table, 10_000, console_columns)]
+    narrow = [column.name for column in row_tables.fitting(table, 60, console_columns)]
     assert set(narrow) < set(wide)
     assert {"time_s", "tflops", "shape"} <= set(narrow)
 

@@ -1,6 +1,5 @@
 """Runs: measure and get one, or read one that was measured earlier."""
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,15 +23,15 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.collectives import comm
 from stepmark.collectives.comm_options import CommOptions
 from stepmark.ground import outer_launcher
-from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground.errors import ConfigError, StepmarkError, not_one_of
 from stepmark.ground.option_groups import MeasureOptions
 from stepmark.ground.options import argv, plain
 from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.measure import measured
 from stepmark.model.collectives import Collective, collective_named
-from stepmark.model.ops import FAMILIES
+from stepmark.model.ops import ALL_FAMILIES
 from stepmark.operators import op
-from stepmark.operators.op_options import LAYER, options_class
+from stepmark.operators.op_options import FAMILY_WORDS, options_class
 from stepmark.replays import replay_verb
 from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.replays.replay_log_verb import of_run
@@ -262,18 +261,15 @@ def class_of(verb: str, words: Sequence[object] = ()) -> type[MeasureOptions]:
     if options is not None:
         return options
     family = str(words[0]) if words else None
-    if family is not None and family not in (*FAMILIES, LAYER):
-        near = difflib.get_close_matches(family, (*FAMILIES, LAYER), 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        allowed = f"one of {', '.join(FAMILIES)}, or {LAYER}{hint}"
-        raise ConfigError("family", family, allowed)
+    if family is not None and family not in FAMILY_WORDS:
+        raise not_one_of("family", family, FAMILY_WORDS)
     return options_class(family)
 
 
 def _allowed(verb: str) -> str:
     """Return what a verb must be, for somebody who names an operator or a collective."""
     name = verb.lower().replace("-", "_")
-    families = {family.replace("-", "_"): family for family in FAMILIES}
+    families = {family.replace("-", "_"): family for family in ALL_FAMILIES}
     if name in families:
         return f'a verb; did you mean measure("op", "{families[name]}", ...)?'
     if (name := collective_named(verb)) in list(Collective):

@@ -7,15 +7,18 @@ from stepmark.cli.commands import Command, Values
 from stepmark.cli.help_page import Page
 from stepmark.ground.errors import not_one_of
 from stepmark.ground.options import options
-from stepmark.model.ops import FAMILIES
-from stepmark.operators.op_options import LAYER, options_class
+from stepmark.model.ops import ALL_FAMILIES, CUSTOM, FAMILIES
+from stepmark.operators.op_options import FAMILY_WORDS, LAYER, options_class
 
 _DOC = "Measure operators: one family, or all of a model's layer."
 _LAYER = "Every operator of one layer of a model, its head, loss and optimizer."
 _MODEL = "--model llama-3.1-8b --mbs 1,2"
 _OF_MODEL = ("gemm", "attention", "norm", "activation", "rope", "cross-entropy", "optimizer")
 _EXAMPLES: dict[str, tuple[str, ...]] = {
-    LAYER: (f"op all {_MODEL} --device h200 --dry-run", "op --config configs.json"),
+    LAYER: ("op all llama-3.1-8b --device h200 --dry-run", "op --config configs.json"),
+    CUSTOM: (
+        "op custom examples/custom_op.py:compiled_norm,eager_norm --arg tokens=4096,8192",
+    ),
     **{family: (f"op {family} {_MODEL}",) for family in _OF_MODEL},
     "gemm": (
         "op gemm --m 8192 --n 4096,8192 --k 4096",
@@ -48,14 +51,14 @@ class _Command(Command):
     def write_options(self, page: Page, name: str, *, everything: bool) -> None:
         if self.family is None:
             title = "Families (stepmark op FAMILY --help shows their options)"
-            page.section(title, [(family, _about(family)) for family in (*FAMILIES, LAYER)])
+            page.section(title, [(family, _about(family)) for family in FAMILY_WORDS])
         super().write_options(page, name, everything=everything)
 
 
 def _about(family: str) -> str:
     if family == LAYER:
         return _LAYER
-    return " ".join((FAMILIES[family].__doc__ or "").split("\n\n")[0].split())
+    return " ".join((ALL_FAMILIES[family].__doc__ or "").split("\n\n")[0].split())
 
 
 def _switches() -> set[str]:
@@ -79,10 +82,10 @@ def _family(words: Sequence[str]) -> str | None:
             is_value = False
         elif word.startswith("-"):
             is_value = "=" not in word and word not in switches and word != "--"
-        elif word in (*FAMILIES, LAYER):
+        elif word in FAMILY_WORDS:
             return word
         else:
-            raise not_one_of("family", word, (*FAMILIES, LAYER))
+            raise not_one_of("family", word, FAMILY_WORDS)
     return None
 
 

@@ -24,8 +24,7 @@ from stepmark.comparison.launch_noise import noise_of
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.reading import Reading, Table
 from stepmark.ground.stats import slowest_per_sample
-from stepmark.ground.units import format_bytes
-from stepmark.job_logs.nccl_log.network_rules import plural
+from stepmark.ground.units import format_bytes, plural
 from stepmark.job_logs.training_log.steady_state import steady_state
 from stepmark.job_logs.training_log.training_log import SECONDS, TrainingLog
 from stepmark.job_logs.training_log.training_log_text import findings, span_text

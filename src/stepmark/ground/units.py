@@ -86,6 +86,12 @@ def parse_share(text: str, field: str) -> float:
     return share
 
 
+def plural(number: int, noun: str) -> str:
+    """Return e.g. "1 line", "3 lines", "2 processes"."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{ending}"
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return e.g. 'rank 3' or 'ranks 0-3, 5'."""
     spans: list[list[int]] = []

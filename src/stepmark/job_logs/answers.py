@@ -10,7 +10,8 @@ from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import LogFacts
 from stepmark.findings.stalls import ARRIVED, DEADLOCK, MISSING, UNKNOWN
 from stepmark.ground.reading import Table
-from stepmark.job_logs.nccl_log.network_rules import comma_list, plural
+from stepmark.ground.units import plural
+from stepmark.job_logs.nccl_log.network_rules import comma_list
 from stepmark.job_logs.nccl_log.start_rules import is_complete
 from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS
 

@@ -15,7 +15,7 @@ from stepmark.findings.log_facts import LogFacts
 from stepmark.findings.stalls import Cause
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import decode, is_binary, read_head, read_text
-from stepmark.ground.units import ranks_text
+from stepmark.ground.units import plural, ranks_text
 from stepmark.job_logs import log_summary
 from stepmark.job_logs.answers import endings_of
 from stepmark.job_logs.flight_recorder import (
@@ -39,7 +39,6 @@ from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.log_options import TrainingView
 from stepmark.job_logs.nccl_log import looks_like_log, read_log
 from stepmark.job_logs.nccl_log.diagnosis import diagnose
-from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.job_logs.nccl_log.start_rules import healthy_facts
 from stepmark.job_logs.ras_report import looks_like_ras, read_ras
 from stepmark.job_logs.reports import ras_findings

@@ -13,8 +13,8 @@ from stepmark.findings.log_facts import (
     Transport,
 )
 from stepmark.ground.reading import Table
-from stepmark.ground.units import GB, format_bytes, format_time
-from stepmark.job_logs.nccl_log.network_rules import comma_list, plural
+from stepmark.ground.units import GB, format_bytes, format_time, plural
+from stepmark.job_logs.nccl_log.network_rules import comma_list
 from stepmark.model.collectives import Collective
 from stepmark.tables.columns import Row
 from stepmark.tables.row_tables import LEAD

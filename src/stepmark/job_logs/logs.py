@@ -17,7 +17,7 @@ from stepmark.ground.files import write_text
 from stepmark.ground.garbage import no_collection
 from stepmark.ground.options import plain
 from stepmark.ground.reading import Table
-from stepmark.ground.units import format_bytes, format_time
+from stepmark.ground.units import format_bytes, format_time, plural
 from stepmark.ground.waiting import Waiting
 from stepmark.job_logs import log_summary
 from stepmark.job_logs.answers import DAMAGE, Answer, JobState, answer_of, as_ended
@@ -32,7 +32,6 @@ from stepmark.job_logs.log_sources import (
     is_output_name,
     read_sources,
 )
-from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json, write_tables
 from stepmark.tables.page import Page

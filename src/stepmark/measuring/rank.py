@@ -200,6 +200,11 @@ class Rank:
             return
         first = environment.levels(context.ranks)
         benches = run_cases.make_benches(self._plan, context)
+        try:
+            todo = [benches[entry.case.kind].completed(entry) for entry in todo]
+        except StepmarkError:
+            context.ranks.close()
+            raise
         age_s = environment.process_age_s()
         end_s = self._end_s(age_s)
         # A launcher's processes go on, and rank 0 has planned in them.

@@ -44,6 +44,10 @@ class Bench(Protocol):
     @property
     def budget_s(self) -> float | None: ...
 
+    def completed(self, entry: Entry) -> Entry:
+        """Return the entry with what only ranks can learn. Raises ConfigError on all ranks."""
+        return entry
+
     def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
         """Return why this rank cannot run the case, and the bytes that it would need."""
 
@@ -166,7 +170,9 @@ def run(
             if share_s is not None:
                 share_s = context.ranks.decide(budget.share_s)
             record = _run_case(entry, context, bench, share_s, seconds_per_work)
-            release(context)  # before the guard is idle: a crash here is one of the case
+            # Before the guard is idle: a crash here is one of the case. A training step leaves
+            # modules that end with their bench, so that its rest is collected.
+            release(context, exempts_rest=entry.case.kind == OpCase.kind)
             if context.ranks.rank == 0:
                 guard.begin(entry.position, _STORE_S)
                 record = replace(record, launch=launch)

@@ -16,15 +16,17 @@ from stepmark.ground.options import build, plain
 from stepmark.measuring import delivery
 from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.measure import measure_or_list, measure_quietly, show_run
-from stepmark.model.ops import FAMILIES, FAMILY_OF, Gemm
+from stepmark.model.ops import FAMILY_OF, Gemm
 from stepmark.operators import op_plan, styles
 from stepmark.operators.op_options import (
+    FAMILY_WORDS,
+    CustomOptions,
     FamilyOptions,
     LayerOptions,
     OpOptions,
     options_class,
 )
-from stepmark.operators.op_plan import Placed, family_cases, layer_cases
+from stepmark.operators.op_plan import Placed, custom_cases, family_cases, layer_cases
 from stepmark.store.reader import read_records
 from stepmark.store.view import median_s, show_rows, view
 from stepmark.workloads.formats.shapes import read_config
@@ -35,6 +37,7 @@ Plans = Callable[[Machine], list[OpCase]]
 
 def run(options: OpOptions) -> int:
     """Plan, then measure or list. Returns the exit code."""
+    options = with_models(options)
     if isinstance(options, FamilyOptions) and options.field("find_max"):
         return find_max(options)
     return execute(_cases_of(options), options)
@@ -42,6 +45,7 @@ def run(options: OpOptions) -> int:
 
 def plan_of(options: OpOptions, machine: Machine) -> Plan:
     """Plan every operator of the options. Raises ConfigError."""
+    options = with_models(options)
     check(options)
     if options.field("find_max"):
         rule = "it is a search over several runs, which only stepmark op --find-max makes"
@@ -49,7 +53,19 @@ def plan_of(options: OpOptions, machine: Machine) -> Plan:
     return plan(_cases_of(options)(machine), options)
 
 
+def with_models(options: OpOptions) -> OpOptions:
+    """Return the options with the models of the arguments as --model. Raises ConfigError."""
+    models = options.field("models")
+    if not models:
+        return options
+    if model := options.field("model"):
+        raise ConfigError("model", model, "it cannot be combined with MODEL, which is the same")
+    return dataclasses.replace(options, models=(), model=",".join(models))  # type: ignore[call-arg]
+
+
 def _cases_of(options: OpOptions) -> Plans:
+    if isinstance(options, CustomOptions):
+        return lambda machine: custom_cases(options, machine)
     if isinstance(options, LayerOptions):
         return lambda machine: layer_cases(options, machine)
     if isinstance(options, FamilyOptions):
@@ -95,9 +111,9 @@ def _config_cases(options: OpOptions) -> Plans:
     """Return the plans of PARAM's operator config; operators that we lack are named."""
     path = options.field("config")
     if path is None:
-        raise not_one_of("family", "missing", FAMILIES, ", or all")
-    if options.scale:
-        raise ConfigError("scale", options.scale, "it cannot be combined with --config")
+        raise not_one_of("family", "missing", FAMILY_WORDS)
+    if scale := options.field("scale"):
+        raise ConfigError("scale", scale, "it cannot be combined with --config")
     config = read_config(path)
     if not config.ops:
         raise ConfigError("config", path, "at least one operator that stepmark has")

@@ -12,6 +12,7 @@ from stepmark.cases.case import ClockName, OpCase, Rate
 from stepmark.ground.dtypes import OPERATOR_DTYPES, DType
 from stepmark.ground.option_groups import Device, MeasureOptions
 from stepmark.ground.options import (
+    REQUIRED,
     WholeNumbers,
     Words,
     between,
@@ -21,9 +22,11 @@ from stepmark.ground.options import (
     group,
     text_of,
 )
-from stepmark.model.ops import FAMILIES, FAMILY_OF, Op
+from stepmark.model.ops import CUSTOM, FAMILIES, FAMILY_OF, Custom, Op
+from stepmark.model.ops.custom import CUSTOM_DTYPES
 
 LAYER = "all"  # in place of a family: all operators of a model's layer
+FAMILY_WORDS = (*FAMILIES, CUSTOM, LAYER)
 _SKEW = "Zipf exponent of tokens per expert; 0 = balanced"
 _ZIPF = {"skew": ("--zipf", "--skew"), "alpha": ("--zipf", "--alpha")}
 
@@ -32,7 +35,16 @@ _ZIPF = {"skew": ("--zipf", "--skew"), "alpha": ("--zipf", "--alpha")}
 class ModelShapes:
     """Shapes of a model."""
 
-    model: str | None = flag("model name(s), config.json or model_configs.json", names="model")
+    models: tuple[str, ...] = flag(
+        "model name(s), config.json or model_configs.json",
+        default=(),
+        argument=True,
+        metavar="MODEL...",
+        names="model",
+    )
+    model: str | None = flag(
+        "the same as MODEL: one name, or several with commas", rare=True, names="model"
+    )
     run_as: str = flag(
         "whose operators --model stands for: train, which does not divide its loss by --tp, "
         "megatron, fsdp",
@@ -61,7 +73,9 @@ class Selection:
     """Selection."""
 
     scale: str | None = flag("1/64: scaled-down shapes; tiny: a tiny model")
-    backend: Words = flag("backend(s), comma-separated [all that run]", default=())
+    backend: Words = flag(
+        "backend(s), comma-separated [all but math, loop; on a CPU compile]", default=()
+    )
 
 
 @group
@@ -90,11 +104,11 @@ class Timing:
 
 
 @group
-class OpOptions(Selection, Devices, Timing, MeasureOptions):
+class OpOptions(Devices, Timing, MeasureOptions):
     """Operators."""
 
-    family: Annotated[str, text_of(*FAMILIES, LAYER)] | None = flag(
-        f"one of those above, or {LAYER}", argument=True, metavar="FAMILY"
+    family: Annotated[str, text_of(*FAMILY_WORDS)] | None = flag(
+        "one of those above", argument=True, metavar="FAMILY"
     )
     style: str | None = flag("primus or param: that tool's columns", rare=True)
 
@@ -104,22 +118,43 @@ class OpOptions(Selection, Devices, Timing, MeasureOptions):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class ConfigOptions(OpOptions):
+class ConfigOptions(Selection, OpOptions):
     """Operators of a file."""
 
     config: Path | None = flag("run PARAM's JSON operator config")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
-class LayerOptions(ModelShapes, OpOptions):
+class LayerOptions(ModelShapes, Selection, OpOptions):
     """A model's layer."""
 
+    family: str = flag("", default="", argument=True, metavar="FAMILY")
     dtype: str | None = flag(f"element type(s): {', '.join(OPERATOR_DTYPES)}")
     skew: str | None = flag(_SKEW, *_ZIPF["skew"])
 
 
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
+class CustomOptions(OpOptions):
+    """Your own operator."""
+
+    family: str = flag("", default="", argument=True, metavar="FAMILY")
+    function: str = flag(
+        "function of a file that returns a stepmark.CustomOp; several with commas",
+        default=REQUIRED,
+        argument=True,
+        metavar="FILE.py:FUNCTION",
+    )
+    dtype: str | None = flag(f"element type(s): {', '.join(CUSTOM_DTYPES)} [bf16; CPU: fp32]")
+    arguments: tuple[str, ...] = flag(
+        "value(s) of an argument of the function; several times for several arguments",
+        "--arg",
+        default=(),
+        metavar="NAME=VALUE,...",
+    )
+
+
 @group
-class FamilyOptions(ModelShapes, OpOptions):
+class FamilyOptions(ModelShapes, Selection, OpOptions):
     """Other sources of shapes.
 
     Fields of the operator are text, so that 128,256 sweeps and a+b packs a list.
@@ -135,7 +170,7 @@ class FamilyOptions(ModelShapes, OpOptions):
 def options_class(family: str | None) -> type[OpOptions]:
     """Return the options of a family, of LAYER, or of no family."""
     if family not in FAMILIES:
-        return LayerOptions if family == LAYER else ConfigOptions
+        return {LAYER: LayerOptions, CUSTOM: CustomOptions}.get(family or "", ConfigOptions)
     fields: dict[str, tuple[str, Any, Any]] = {}
     for field in dataclasses.fields(FAMILIES[family]):
         text, kind = _described(field)
@@ -209,13 +244,25 @@ def shape_options(op: Op) -> OpOptions:
     return options_class(family)(family=family, **values)
 
 
+def _own_options(op: Op, backend: str) -> OpOptions:
+    if not isinstance(op, Custom):
+        backends: dict[str, Any] = {"backend": (backend,)}
+        return dataclasses.replace(shape_options(op), **backends)
+    return CustomOptions(
+        family=CUSTOM,
+        function=f"{op.file}:{backend}",
+        dtype=op.dtype.value,
+        arguments=tuple(op.arguments.split()),
+    )
+
+
 def options_of(case: OpCase | Op) -> OpOptions:
     """Return the options that measure this case alone, or this operator on any device."""
     if not isinstance(case, OpCase):
         return shape_options(case)
+    own = _own_options(case.op, case.backend)
     return dataclasses.replace(
-        shape_options(case.op),
-        backend=(case.backend,),
+        own,
         device=case.device,
         nproc=None if case.num_ranks == 1 else str(case.num_ranks),
         clock=case.clock,

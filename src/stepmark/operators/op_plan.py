@@ -5,7 +5,7 @@ import importlib.util
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,31 @@ from stepmark.ground.dtypes import DType, parse_dtype
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import dashed, plain
 from stepmark.measuring.machine import Machine
-from stepmark.model.ops import FAMILIES, Attention, Cast, Copy, Gemm, Op, Phase, Scaling
-from stepmark.model.ops.backends import BACKENDS, MODULES, Capabilities, unsupported
+from stepmark.model.ops import (
+    FAMILIES,
+    Attention,
+    Cast,
+    Copy,
+    Custom,
+    Gemm,
+    Op,
+    Phase,
+    Scaling,
+)
+from stepmark.model.ops.backends import BACKENDS, MODULES, Capabilities, usual
+from stepmark.model.ops.custom import digest_of
 from stepmark.model.parallel import ParallelConfig
 from stepmark.model.product_precision import of_operators
-from stepmark.operators.op_options import FamilyOptions, LayerOptions, ModelShapes, OpOptions
+from stepmark.operators.op_options import (
+    CustomOptions,
+    FamilyOptions,
+    LayerOptions,
+    ModelShapes,
+    OpOptions,
+    Selection,
+)
 from stepmark.step.layout import Inputs, layout_of, model_as
+from stepmark.workloads import user_function
 from stepmark.workloads.datasets import dataset
 from stepmark.workloads.formats import benchmark_models, shapes
 from stepmark.workloads.models import factor, read_models
@@ -50,7 +69,6 @@ _USED = {
     "find_max": ("find_max", "dtype"),
 }
 _EXPERTS = ("etp", "skew")  # options of layers with experts
-_NOT_IN_A_LAYER = ("math", "loop")  # backends that a layer does not use by default
 
 
 def family_cases(options: FamilyOptions, machine: Machine) -> list[OpCase]:
@@ -67,16 +85,14 @@ def layer_cases(options: LayerOptions, machine: Machine) -> list[OpCase]:
     """Plan `op all`: a copy, one layer of each kind, the head, loss and optimizer."""
     if not options.model:
         raise ConfigError("model", "missing", "a model name or config.json for op all")
-    on_gpu = machine.device == "cuda"
-    layers = _model_shapes(options, machine.device)
-    leave_out = _NOT_IN_A_LAYER if on_gpu else (*_NOT_IN_A_LAYER, "compile")
-    copy = Copy(num_bytes=2**30 if on_gpu else 2**27)
+    layers = model_shapes(options, machine.device)
+    copy = Copy(num_bytes=2**30 if machine.device == "cuda" else 2**27)
     # First, so that a short budget does not leave the ceiling of all others to the end.
     unscaled = dataclasses.replace(options, scale=None)
     planned = cases("copy", [(Label(role="copy"), copy)], unscaled, machine)
     for family, operators in BY_FAMILY.items():
         placed = [item for shape in layers for item in operators(shape)]
-        planned += cases(family, placed, options, machine, leave_out)
+        planned += cases(family, placed, options, machine)
     return planned
 
 
@@ -85,24 +101,75 @@ def cases(
     placed: Iterable[Placed],
     options: OpOptions,
     machine: Machine,
-    leave_out: tuple[str, ...] = (),
 ) -> list[OpCase]:
-    """Return a case per operator and backend; an operator in two places is measured once.
-
-    Without --backend these are all backends that run it, but for those in leave_out.
-    """
-    if machine.device == "cpu" and options.clock not in (ClockName.AUTO, ClockName.HOST):
-        raise ConfigError("clock", options.clock, "auto or host on a CPU")
+    """Return a case per operator and backend; an operator in two places is measured once."""
     backends = BACKENDS[family]
-    for name in options.backend:
+    for name in options.field("backend"):
         if name not in backends:
             raise not_one_of("backend", name, backends, f" for {family}")
-    num_ranks = machine.num_ranks(options.nproc)
     limits = capabilities(machine)
+    chosen = tuple(dict.fromkeys(options.field("backend")))
+
+    def names(op: Op) -> Iterable[str]:
+        # An operator that no backend runs stays once, so that the reason is recorded.
+        return chosen or usual(family, op, limits) or backends[:1]
+
+    return _op_cases(placed, names, options, machine)
+
+
+def custom_cases(options: CustomOptions, machine: Machine) -> list[OpCase]:
+    """Plan a case per function, type and combination of arguments. Raises ConfigError."""
+    if options.style:
+        rule = "left out: other benchmarks have no columns for your own operators"
+        raise ConfigError("style", options.style, rule)
+    file, colon, words = options.function.rpartition(":")
+    functions = _words(words) if colon else []
+    if not functions:
+        raise ConfigError("FILE.py:FUNCTION", options.function, "a file and a function of it")
+    for function in functions:
+        path, _ = user_function.parse(f"{file}:{function}")
+    placed = [
+        (
+            Label(role=path.name),
+            Custom(
+                file=file,
+                digest=digest_of(path),
+                arguments=" ".join(arguments),
+                dtype=dtype,
+            ),
+        )
+        for dtype in dtypes(options, machine.device)
+        for arguments in itertools.product(*_argument_words(options.arguments))
+    ]
+    return _op_cases(placed, lambda op: functions, options, machine)
+
+
+def _argument_words(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield NAME=VALUE of each value of each argument. Raises ConfigError."""
+    names = {"device", "dtype"}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if name in names:
+            allowed = "given once" if name not in ("device", "dtype") else f"given as --{name}"
+            raise ConfigError("arg", text, allowed)
+        if not name.isidentifier() or not _words(values) or " " in values.strip():
+            raise ConfigError("arg", text, "NAME=VALUE, or NAME=VALUE,VALUE without spaces")
+        names.add(name)
+        yield [f"{name}={value}" for value in _words(values)]
+
+
+def _op_cases(
+    placed: Iterable[Placed],
+    backends_of: Callable[[Op], Iterable[str]],
+    options: OpOptions,
+    machine: Machine,
+) -> list[OpCase]:
+    if machine.device == "cpu" and options.clock not in (ClockName.AUTO, ClockName.HOST):
+        raise ConfigError("clock", options.clock, "auto or host on a CPU")
+    num_ranks = machine.num_ranks(options.nproc)
     labels: dict[Op, dict[Label, None]] = {}
     for label, op in placed:
         labels.setdefault(op, {})[label] = None
-    usual = [name for name in backends if name not in leave_out]
     return [
         OpCase(
             op=op,
@@ -112,13 +179,10 @@ def cases(
             clock=options.clock,
             rate=options.rate or Rate.SUSTAINED,
             labels=tuple(places),
-            scale=options.scale or "",
+            scale=options.field("scale") or "",
         )
         for op, places in labels.items()
-        # An operator that no backend runs stays once, so that the reason is recorded.
-        for backend in dict.fromkeys(options.backend)
-        or [name for name in usual if unsupported(family, name, op, limits) is None]
-        or backends[:1]
+        for backend in backends_of(op)
     ]
 
 
@@ -170,7 +234,8 @@ def shape_source(options: FamilyOptions) -> str:
         # Primus' attention_shapes.json
         source = "attention_shapes" if any("seqlen_q" in item for item in first) else source
     used = _USED | {"fields": (*(field.name for field in fields), *_ANY, "phase")}
-    shared = {field.name for field in dataclasses.fields(OpOptions)} - set(_ANY)
+    of_all = (*dataclasses.fields(OpOptions), *dataclasses.fields(Selection))
+    shared = {field.name for field in of_all} - set(_ANY)
     title = (flags | {"attention_shapes": "--shapes", "fields": by_hand})[source]
     for name, value in plain(options).items():
         if name in shared or name in used[source]:
@@ -188,7 +253,7 @@ def shape_source(options: FamilyOptions) -> str:
 
 def _from_model(options: FamilyOptions, device: str) -> Iterator[Placed]:
     phases = _phases(options)
-    for shape in _model_shapes(options, device):
+    for shape in model_shapes(options, device):
         if options.family not in BY_FAMILY:
             allowed = f"it gives shapes of {', '.join(BY_FAMILY)} only"
             raise ConfigError("model", shape.model.name, allowed)
@@ -197,7 +262,7 @@ def _from_model(options: FamilyOptions, device: str) -> Iterator[Placed]:
                 yield label, op
 
 
-def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[ModelShape]:
+def model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[ModelShape]:
     """Return one per model, micro-batch and dtype, as the framework of --as runs them."""
     axes = ParallelConfig(tp=options.tp, ep=options.ep, dp_shard=options.dp_shard)
     sequence = options.sequence_parallel
@@ -399,9 +464,10 @@ def _read(field: str, text: Any) -> Any:
 
 def _scaled(op: Op, options: OpOptions) -> Op:
     """Multiply an operator's sequence length and batch by --scale."""
-    if not options.scale:
+    scale = options.field("scale")
+    if not scale:
         return op
-    share = factor("1/64" if options.scale == "tiny" else options.scale)
+    share = factor("1/64" if scale == "tiny" else scale)
     names = ("m",) if isinstance(op, Gemm) else _SCALED
     fields = {field.name for field in dataclasses.fields(op)}
     changes: dict[str, Any] = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 from stepmark.cases.replay_case import Compute
 from stepmark.ground.units import GIB
 from stepmark.model.ops import FAMILY_OF, Copy, CrossEntropy, Op, Optimizer
-from stepmark.model.ops.backends import BACKENDS, Capabilities, unsupported
+from stepmark.model.ops.backends import Capabilities, usual
 from stepmark.step.workload import ComputeOp, Kernel, Workload
 from stepmark.workloads.durations import computations
 
@@ -14,7 +14,6 @@ ReplayCompute = (
     Op | float | None
 )  # an operator, seconds in which the device is busy, or nothing
 _WORD = 4  # bytes that a copy moves at a time
-_LAST = ("math", "loop")  # backends that are for comparison only
 # Operators whose time is proportional to this field: they run in equal parts, one after the
 # other on the same memory, so that a step's operands fit beside one another.
 _PART_BYTES = GIB // 2
@@ -65,9 +64,7 @@ def parts_of(op: Op) -> tuple[Op, int]:
 
 def backend_of(op: Op, capabilities: Capabilities) -> str:
     """Return the first backend of an operator that runs here; "" for none."""
-    family = FAMILY_OF[type(op)]
-    names = sorted(BACKENDS[family], key=_LAST.__contains__)
-    return next((n for n in names if unsupported(family, n, op, capabilities) is None), "")
+    return next(iter(usual(FAMILY_OF[type(op)], op, capabilities)), "")
 
 
 def count_computes(

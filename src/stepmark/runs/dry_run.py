@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from stepmark.cases.case import Label, OpCase, Rate
+from stepmark.cases.case import Label, OpCase
 from stepmark.cases.comm_case import CommCase
 from stepmark.cases.flops import per_token
 from stepmark.cases.plan import Plan
@@ -16,12 +16,13 @@ from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
 from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.units import MIB, TFLOP, format_bytes, format_time
+from stepmark.ground.units import MIB, TFLOP, format_bytes, plural
 from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
-from stepmark.model.ops import Phase
+from stepmark.model.ops import Custom, Phase
 from stepmark.predictions.costs import SheetCosts
 from stepmark.predictions.prediction_notes import by_sheet
+from stepmark.runs import op_table
 from stepmark.step.roofline import limit_of
 from stepmark.step.workload import CommOp, ComputeOp
 from stepmark.step_memory.memory import estimate
@@ -37,7 +38,8 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
     """Print the cases of a plan for this machine, or write them to --json and --csv."""
     cases = [entry.case for entry in plan.entries if entry.launch == 1]
     device = find_device(here.name)
-    rows = [row for case in cases for row in _rows(case, device)]
+    planned = [(case, row) for case in cases for row in _rows(case, device)]
+    rows = [row for _, row in planned]
     is_predicted = any(row.get("predicted_s") for row in rows)
     source = [f"predicted times are {by_sheet(device)}"] if device and is_predicted else []
     for note in (*plan.notes, *source):
@@ -46,13 +48,19 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
         if target:
             write(rows, target)
     if "-" not in (json, csv):
-        sys.stdout.write("".join(f"{_LINES[row['kind']](row)}\n" for row in rows))
+        steps = op_table.steps_of(plan.options, here) if plan.command == "op" else []
+        operators = [(case, row) for case, row in planned if isinstance(case, OpCase)]
+        lines = [*op_table.lines(operators, steps)] if operators else []
+        others = [_LINES[row["kind"]](row) for row in rows if row["kind"] in _LINES]
+        lines += ["", *others] if lines and others else others
+        sys.stdout.writelines(f"{line}\n" for line in lines)
         sys.stdout.flush()
     launches = max(entry.launch for entry in plan.entries)
     is_repeated = launches > 1 and len(plan.entries) == launches * len(cases)
+    is_shared = len(rows) != len(cases)  # by several places in a model
     counts = (
-        f"{len(cases)} case{'s' if len(cases) != 1 else ''}",
-        f"{len(rows)} rows" if len(rows) != len(cases) else "",
+        plural(len(cases), "case"),
+        f"{plural(len(rows), 'row')} (equal operators are measured once)" if is_shared else "",
         f"in {launches} launches" if is_repeated else "",
     )
     sys.stderr.write(f"{', '.join(filter(None, counts))}; none was run\n")
@@ -60,7 +68,8 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
 
 def _rows(case: AnyCase, device: DeviceSpec | None) -> list[Row]:
     if isinstance(case, OpCase):
-        rows = [_operator_row(case, label, device) for label in case.labels or (Label(),)]
+        labels = case.labels or (Label(),)
+        rows = [_operator_row(case, label, device) for label in labels]
     elif isinstance(case, ReplayCase):
         rows = [{"workload": case.file, "ranks": case.num_ranks, "compute": str(case.compute)}]
     else:
@@ -70,20 +79,23 @@ def _rows(case: AnyCase, device: DeviceSpec | None) -> list[Row]:
 
 
 def _operator_row(case: OpCase, label: Label, device: DeviceSpec | None) -> Row:
+    op = case.op
+    is_known = not isinstance(op, Custom) or op.is_called
     return {
         "model": label.model,
         "role": label.role,
         "pass": str(label.phase or ""),
         "mbs": label.mbs,
-        "shape": case.op.shape_text,
+        "shape": op.shape_text,
         "dtype": str(case.dtype),
         "backend": case.backend,
         "rate": str(case.rate),
         "ranks": case.num_ranks,
-        "memory_bytes": case.op.memory_bytes,
-        "flops": case.op.flops,
-        "bytes_moved": case.op.bytes_moved,
+        "memory_bytes": op.memory_bytes if is_known else None,
+        "flops": op.flops if is_known else None,
+        "bytes_moved": op.bytes_moved if is_known else None,
         **_predicted(case, device),
+        "least_s": op_table.least_s(op, device) if is_known else None,
     }
 
 
@@ -162,20 +174,6 @@ def _messages(case: TrainCase) -> tuple[int | None, int | None, str]:
     return sum(times for _, times in stages[busiest]), total_bytes[busiest], ""
 
 
-def _operator_line(row: Row) -> str:
-    names = ("family", "model", "role", "pass", "shape", "dtype", "backend")
-    words = " ".join(row[name] for name in names if row[name])
-    words += "" if row["rate"] == Rate.SUSTAINED else f" {row['rate']}"
-    traffic = format_bytes(row["bytes_moved"])
-    memory = format_bytes(row["memory_bytes"])
-    text = f"{words}  # {_flops(row)} TFLOP, {traffic} moved, {memory} of operands"
-    if not row["predicted_s"]:
-        return text
-    rate = f"{row['predicted_tflops']:.4g} TFLOP/s"
-    time = format_time(row["predicted_s"])
-    return f"{text}, predicted {time} at {rate}, bound by {row['bound']}"
-
-
 def _step_line(row: Row) -> str:
     memory, reserved = (
         format_bytes(round(row[name] / MIB) * MIB)
@@ -195,7 +193,6 @@ def _flops(row: Row) -> str:
 
 
 _LINES: dict[str, Callable[[Row], str]] = {
-    "op": _operator_line,
     "comm": lambda row: f"{row['command']}  # {format_bytes(row['size_bytes'])}",
     "train": _step_line,
     "replay": lambda row: row["command"],

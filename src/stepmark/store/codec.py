@@ -30,7 +30,7 @@ from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError, not_one_of
-from stepmark.model.ops import FAMILIES
+from stepmark.model.ops import ALL_FAMILIES
 from stepmark.store.commands import command_of
 from stepmark.tables.export import finite
 
@@ -92,9 +92,9 @@ def case_from_plain(plain: Any) -> AnyCase:
     op = fields.get("op")
     if not isinstance(op, dict):
         raise ConfigError("case", plain, "an object with an op, a collective or a model")
-    family = FAMILIES.get(str(op.get("family")))
+    family = ALL_FAMILIES.get(str(op.get("family")))
     if family is None:
-        raise not_one_of("family", op.get("family"), FAMILIES)
+        raise not_one_of("family", op.get("family"), ALL_FAMILIES)
     return build(OpCase, fields, {"op": build(family, op)})
 
 

@@ -97,7 +97,7 @@ def _columns_for(
     if not console.is_terminal or _fits(table, columns, console.width):
         return columns
     same = _same(table, columns)
-    left = _fitting(table, console.width, [c for c in columns if c not in same])
+    left = fitting(table, console.width, [c for c in columns if c not in same])
     if same:
         facts = ", ".join(f"{column.title} {column.shown(table.rows()[0])}" for column in same)
         print_lines([f"all rows: {facts}"], console)
@@ -144,7 +144,7 @@ def _fits(table: Table, columns: Sequence[Column[Any]], available: int) -> bool:
     return sum(widths) + 2 * (len(columns) - 1) <= available
 
 
-def _fitting(table: Table, available: int, columns: Sequence[Column[Any]]) -> list[Column[Any]]:
+def fitting(table: Table, available: int, columns: Sequence[Column[Any]]) -> list[Column[Any]]:
     """Return columns without the least important, but with words that tell rows apart."""
     columns = list(columns)
     droppable = sorted((c for c in columns if c.leaves), key=lambda c: -c.leaves)

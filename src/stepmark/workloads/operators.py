@@ -13,6 +13,7 @@ from stepmark.model.ops import FAMILIES, CrossEntropy, Op, Optimizer, Phase
 from stepmark.step.layout import Inputs, ShardLayout
 from stepmark.step.module import Module
 from stepmark.step.tree import build
+from stepmark.step.workload import Kernel
 
 Placed = tuple[Label, Op]
 _CHUNKS = 8  # of the loss that computes logits chunk by chunk
@@ -67,35 +68,72 @@ def _losses(shape: ModelShape) -> Iterator[Placed]:
             yield replace(label, role="loss_chunked"), replace(op, chunks=_CHUNKS)
 
 
-def _optimizers(shape: ModelShape) -> Iterator[Placed]:
-    """Yield AdamW of this rank's shards: one layer of each kind, and embedding with head."""
+_ENDS = "optimizer_ends"  # of embedding and head
+
+
+def _optimizer_of(shape: ModelShape, unit: Module) -> tuple[str, int]:
+    """Return the role of the optimizer of a unit, and the parameters of this rank's shard."""
     axes = shape.layout.axes
-    layout = shape.layout
     shards = axes.dp_shard * axes.cp
     # ep divides the ranks of dp_shard; the remaining factor shards each expert.
-    expert_shards = max(1, shards * axes.tp // (axes.ep * layout.expert_tp))
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    expert_shards = max(1, shards * axes.tp // (axes.ep * shape.layout.expert_tp))
+    params = unit.all_params
+    if not unit.name.startswith("blocks"):
+        role = _ENDS
+        params = tuple(param for param in params if not param.is_norm)
+        if unit.name == "output" and shape.model.tied_embeddings:
+            params = ()
+    else:
+        is_moe = any(param.is_expert for param in params)
+        role = "optimizer_moe_layer" if is_moe else "optimizer_layer"
+    return role, sum(
+        -(-param.numel // (expert_shards if param.is_expert else shards)) for param in params
+    )
+
+
+def _adamw(num_params: int) -> Optimizer:
+    return Optimizer(num_params=num_params, kind="adamw", dtype=DType.FP32)
+
+
+def _optimizers(shape: ModelShape) -> Iterator[Placed]:
+    """Yield AdamW of this rank's shards: one layer of each kind, and embedding with head."""
+    sizes = [_optimizer_of(shape, unit) for unit in shape.root.inside]
+    layers = dict.fromkeys(item for item in sizes if item[0] != _ENDS)
+    ends = sum(numel for role, numel in sizes if role == _ENDS)
+    for role, numel in (*layers, (_ENDS, ends)):
+        yield _label(shape, role, Phase.OPTIM), _adamw(numel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """Parts of a model that do the same work in a step. name: of the first; "" of the rest."""
+
+    name: str
+    times: int
+    work: Counter[Op | Kernel]  # of one of them
+
+
+def step_parts(shape: ModelShape) -> list[StepPart]:
+    """Return the layers of a step on one rank by their work, then all that is in no layer.
+
+    A step is a forward and a backward pass of one micro-batch, and AdamW of this rank's shards.
+    """
+    layers: dict[frozenset[tuple[Op | Kernel, int]], StepPart] = {}
+    rest = Counter[Op | Kernel]()
+    ends = 0
     for unit in shape.root.inside:
-        params = unit.all_params
-        kind: tuple[int, ...] = ()
-        if not unit.name.startswith("blocks"):
-            role = "optimizer_ends"
-            params = tuple(param for param in params if not param.is_norm)
-            if unit.name == "output" and shape.model.tied_embeddings:
-                params = ()
-        else:
-            is_moe = any(param.is_expert for param in params)
-            role = "optimizer_moe_layer" if is_moe else "optimizer_layer"
-            kind = tuple(param.numel for param in params)
-        numel = sum(
-            -(-param.numel // (expert_shards if param.is_expert else shards))
-            for param in params
-        )
-        # Layers of one kind may come in several places.
-        sizes[role, kind] = numel + (0 if kind else sizes.get((role, kind), 0))
-    for role, kind in sorted(sizes, key=lambda key: key[0] == "optimizer_ends"):
-        op = Optimizer(num_params=sizes[role, kind], kind="adamw", dtype=DType.FP32)
-        yield _label(shape, role, Phase.OPTIM), op
+        work = Counter(item.op for leaf in unit.walk() for item in leaf.work)
+        role, numel = _optimizer_of(shape, unit)
+        if role == _ENDS:
+            ends += numel
+            rest.update({op: unit.times * count for op, count in work.items()})
+            continue
+        work[_adamw(numel)] += 1
+        key = frozenset(work.items())
+        first = layers.get(key, StepPart(name=unit.name, times=0, work=work))
+        layers[key] = replace(first, times=first.times + unit.times)
+    rest[_adamw(ends)] += 1
+    return [*layers.values(), StepPart(name="", times=1, work=rest)]
 
 
 # Families that a model shapes, in the order of `op all`.

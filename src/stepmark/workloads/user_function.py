@@ -5,16 +5,18 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.units import plural
 
 _MODULE = "stepmark_captured"
 _MAX_MESSAGE = 300  # characters of an error's message
 _NO_GPU = "capturing needs no GPU and sees none: use the device type cpu"
-_HINTS = {  # by a part of an error's message, in lower case
+_HINTS = {  # of captured jobs, by a part of an error's message, in lower case
     "default process group twice": "it is there already: leave init_process_group out",
     "support for cuda": _NO_GPU,
     "not compiled with cuda": _NO_GPU,
@@ -36,16 +38,20 @@ def load(spec: str, *, arguments: int = 0) -> Iterator[tuple[Callable[..., Any],
     arguments: the number of its arguments. Raises ConfigError, also for errors in the file's
     own code.
     """
-    path, name = _parse(spec)
+    path, name = parse(spec)
     sys.path.insert(0, str(path.parent))
     try:
-        yield _function(path, name, arguments), str(path)
+        yield (
+            find_function(load_module(path, f"{path.name}:{name}"), path, name, arguments),
+            str(path),
+        )
     finally:
         sys.path.remove(str(path.parent))
         sys.modules.pop(_MODULE, None)
 
 
-def _parse(spec: str) -> tuple[Path, str]:
+def parse(spec: str) -> tuple[Path, str]:
+    """Return the file and the function of FILE.py:function. Raises ConfigError."""
     text, colon, name = spec.rpartition(":")
     if not colon or name.endswith(".py"):
         text = spec
@@ -60,14 +66,25 @@ def _parse(spec: str) -> tuple[Path, str]:
     return path, name
 
 
-def _function(path: Path, name: str, arguments: int) -> Callable[..., Any]:
+def load_module(path: Path, name: str, hints: Mapping[str, str] = _HINTS) -> ModuleType:
+    """Run the user's file. name, hints: as of `reported`. Raises ConfigError."""
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:
         raise ConfigError("file", path, "a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module  # dataclasses look their module up
-    with reported(f"{path.name}:{name}", str(path)):
+    with reported(name, str(path), hints):
         spec.loader.exec_module(module)
+    return module
+
+
+def find_function(
+    module: ModuleType, path: Path, name: str, arguments: int, keywords: Collection[str] = ()
+) -> Callable[..., Any]:
+    """Return the function of the user's module. Raises ConfigError.
+
+    arguments, keywords: number and names of those that it is called with.
+    """
     value = getattr(module, name, None)
     if not callable(value):
         own = [
@@ -78,24 +95,28 @@ def _function(path: Path, name: str, arguments: int) -> Callable[..., Any]:
         examples = f", e.g. {', '.join(own[-5:])}" if own else ""
         raise ConfigError("function", name, f"a function of {path.name}{examples}")
     try:
-        inspect.signature(value).bind(*range(arguments))
+        inspect.signature(value).bind(*range(arguments), **dict.fromkeys(keywords))
     except TypeError:
-        count = f"{arguments} argument" if arguments else "no argument"
-        allowed = f"a function that is called with {count}"
+        count = plural(arguments, "argument") if arguments else "no argument"
+        named = f", and by name with {', '.join(keywords)}" if keywords else ""
+        allowed = f"a function that is called with {count}{named}"
         raise ConfigError("function", name, allowed) from None
     function: Callable[..., Any] = value
     return function
 
 
 @contextlib.contextmanager
-def reported(name: str, file: str) -> Iterator[None]:
-    """Raise errors of the user's code as one line, with the innermost line in its file."""
+def reported(name: str, file: str, hints: Mapping[str, str] = _HINTS) -> Iterator[None]:
+    """Raise errors of the user's code as one line, with the innermost line in its file.
+
+    hints: on the cause, by a part of the error's message in lower case.
+    """
     try:
         yield
     except ConfigError:
         raise
     except (Exception, SystemExit, CaptureTimeoutError) as error:
-        text = f"it raised {_text_of(error)}"
+        text = f"it raised {_text_of(error, hints)}"
         raise ConfigError(name, _place(error, file), text) from error
 
 
@@ -107,14 +128,14 @@ def _place(error: BaseException, file: str) -> str:
     return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}"
 
 
-def _text_of(error: BaseException) -> str:
+def _text_of(error: BaseException, hints: Mapping[str, str]) -> str:
     """Return the kind and the beginning of an error's message, with a hint on its cause."""
     kind = type(error).__name__
     message = " ".join(str(error).split())
     text = f"{kind}: {message[:_MAX_MESSAGE]}" if message else kind
     files = " ".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
-    hints = (
-        hint for part, hint in _HINTS.items() if part in f"{kind} {message} {files}".lower()
+    fitting = (
+        hint for part, hint in hints.items() if part in f"{kind} {message} {files}".lower()
     )
-    hint = next(hints, "")
+    hint = next(fitting, "")
     return f"{text} ({hint})" if hint else text

@@ -21,7 +21,7 @@ from stepmark.findings.log_facts import (
     Transport,
 )
 from stepmark.ground.grouping import group_by
-from stepmark.ground.units import ranks_text
+from stepmark.ground.units import plural, ranks_text
 
 _VIRTUAL = re.compile(r"^(docker|virbr|veth|br-|cni|flannel|cali|vmnet|lxc|podman)")
 _ADDRESS = re.compile(r"^(\d+)\.(\d+)\.\d+\.\d+$")
@@ -73,12 +73,6 @@ def comma_list(words: Iterable[object], most: int = 8) -> str:
     texts = [str(word) for word in words]
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
-
-
-def plural(number: int, noun: str) -> str:
-    """Return e.g. "1 line", "3 lines", "2 processes"."""
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"{number} {noun}{ending}"
 
 
 def net_socket(facts: LogFacts) -> Iterator[Finding]:

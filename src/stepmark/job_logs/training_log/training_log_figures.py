@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from stepmark.ground.units import GIB
-from stepmark.job_logs.nccl_log.network_rules import plural
+from stepmark.ground.units import GIB, plural
 from stepmark.job_logs.training_log.steady_state import SteadyState
 from stepmark.job_logs.training_log.step_lines import LoggedStep
 from stepmark.job_logs.training_log.training_log import SECONDS, TrainingLog

@@ -6,8 +6,7 @@ from dataclasses import asdict, fields
 from statistics import median
 
 from stepmark.findings.finding import Evidence, Finding, Severity
-from stepmark.ground.units import format_bytes, format_time
-from stepmark.job_logs.nccl_log.network_rules import plural
+from stepmark.ground.units import format_bytes, format_time, plural
 from stepmark.job_logs.training_log.starts import FEWEST_LINES
 from stepmark.job_logs.training_log.steady_state import SteadyState
 from stepmark.job_logs.training_log.step_lines import LoggedStep

@@ -14,6 +14,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import MIB, parse_bytes
 from stepmark.model.ops import elementwise, matmul, recommender
 from stepmark.model.ops.attention import Attention
+from stepmark.model.ops.custom import CUSTOM, Custom
 from stepmark.model.ops.elementwise import (
     Activation,
     Copy,
@@ -28,8 +29,9 @@ from stepmark.model.ops.fields import Phase
 from stepmark.model.ops.matmul import Bmm, Cast, Gemm, GroupedGemm, Layout, MatmulOp, Scaling
 from stepmark.model.ops.recommender import EmbeddingBag, Mlp, RecommenderOp
 
-Op = MatmulOp | Attention | RecommenderOp | ElementwiseOp
+Op = MatmulOp | Attention | RecommenderOp | ElementwiseOp | Custom
 
+# Families whose fields are flags of the command line, and keys of a file of shapes.
 FAMILIES: dict[str, type[Op]] = {
     **matmul.FAMILIES,
     "attention": Attention,
@@ -37,9 +39,13 @@ FAMILIES: dict[str, type[Op]] = {
     **elementwise.FAMILIES,
 }
 
-FAMILY_OF: dict[type[Op], str] = {kind: name for name, kind in FAMILIES.items()}
+# All families, with a user's own function.
+ALL_FAMILIES: dict[str, type[Op]] = {**FAMILIES, CUSTOM: Custom}
+FAMILY_OF: dict[type[Op], str] = {kind: name for name, kind in ALL_FAMILIES.items()}
 
 __all__ = [
+    "ALL_FAMILIES",
+    "CUSTOM",
     "FAMILIES",
     "FAMILY_OF",
     "Activation",
@@ -48,6 +54,7 @@ __all__ = [
     "Cast",
     "Copy",
     "CrossEntropy",
+    "Custom",
     "EmbeddingBag",
     "Gemm",
     "GroupedGemm",

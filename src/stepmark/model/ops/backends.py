@@ -45,6 +45,9 @@ _SEVERAL = {
 BACKENDS: dict[str, tuple[str, ...]] = {
     family: _SEVERAL.get(family, ("torch",)) for family in FAMILIES
 }
+# Backends that are measured where they are named, or nothing else runs: products of all pairs,
+# and of one expert after the other; on a CPU also compiled functions, which take seconds each.
+_ON_REQUEST = {"cuda": ("math", "loop"), "cpu": ("math", "loop", "compile")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,13 @@ def unsupported(family: str, backend: str, op: Any, capabilities: Capabilities) 
         return needs_compiler(op, capabilities)
     limit = _LIMITS.get((family, backend))
     return limit(op, capabilities) if limit else None
+
+
+def usual(family: str, op: Any, capabilities: Capabilities) -> list[str]:
+    """Return the backends that are measured where none is named; none where nothing runs."""
+    run = [b for b in BACKENDS[family] if unsupported(family, b, op, capabilities) is None]
+    on_request = _ON_REQUEST[capabilities.device_type]
+    return [name for name in run if name not in on_request] or run
 
 
 def gemm(op: Gemm, capabilities: Capabilities) -> str | None:

@@ -82,11 +82,15 @@ def choice(
 
 
 def identity_fields(value: Any) -> dict[str, object]:
-    """Return the fields of a dataclass but those that still have what they had formerly."""
+    """Return the fields that tell operators apart.
+
+    These are all but those that are declared otherwise, or still have what they had formerly.
+    """
     return {
         field.name: item
         for field in dataclasses.fields(value)
-        if (item := getattr(value, field.name)) != field.metadata.get("formerly", ...)
+        if field.metadata.get("is_identity", True)
+        and (item := getattr(value, field.name)) != field.metadata.get("formerly", ...)
     }
 
 

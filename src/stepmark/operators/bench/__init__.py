@@ -1,6 +1,8 @@
 """All implementations of operators: family -> backend -> implementation."""
 
-from stepmark.operators.bench import attention, elementwise, matmul, recommender
+from stepmark.cases.case import OpCase
+from stepmark.model.ops import Custom
+from stepmark.operators.bench import attention, custom, elementwise, matmul, recommender
 from stepmark.operators.bench.call import Impl
 
 IMPLS: dict[str, dict[str, Impl]] = {
@@ -18,3 +20,10 @@ IMPLS: dict[str, dict[str, Impl]] = {
     "copy": elementwise.COPY,
     "host-copy": elementwise.HOST_COPY,
 }
+
+
+def impl_of(case: OpCase) -> Impl | None:
+    """Return the implementation that a case names; None: there is none of this name."""
+    if isinstance(case.op, Custom):
+        return custom.impl(case.backend)
+    return IMPLS[case.family].get(case.backend)

@@ -1,0 +1,186 @@
+"""A user's own operator: load its function, learn its work, check its result."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepmark.cases.case import OpCase
+from stepmark.cases.record import Check
+from stepmark.ground.errors import ConfigError
+from stepmark.measuring.ranks import Ranks
+from stepmark.measuring.verify import TORCH_DTYPE, compare, merge, poison, tolerance
+from stepmark.model.ops import Custom
+from stepmark.model.ops.custom import digest_of
+from stepmark.operators.bench.call import Call, Impl, set_matmul_precision
+from stepmark.operators.custom_op import CustomOp
+from stepmark.workloads.user_function import find_function, load_module, reported
+
+_NO_HINTS: Mapping[str, str] = MappingProxyType({})
+_CHUNK = 2**24  # elements of a result that are compared at a time
+
+
+def completed(case: OpCase, op: Custom, ranks: Ranks) -> OpCase:
+    """Return the case with its FLOPs, bytes and size of operands, which the function returns.
+
+    Every rank calls it. Raises ConfigError on all of them together.
+    """
+    problem: ConfigError | None = None
+    try:
+        _check_unedited(op)
+        built = _build(op, case.backend, ranks.device)
+        tensors = _tensors(built.operands)
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        op = dataclasses.replace(
+            op,
+            flops=built.flops,
+            bytes_moved=built.bytes_moved,
+            memory_bytes=sum(sizes.values()),
+        )
+    except ConfigError as error:
+        # Without memory the case fails alone, when it is measured.
+        is_memory = isinstance(error.__cause__, torch.OutOfMemoryError)
+        problem = None if is_memory else error
+    for other in ranks.gather(problem):
+        if other is not None:
+            raise other
+    return dataclasses.replace(case, op=op)
+
+
+def _check_unedited(op: Custom) -> None:
+    """Refuse a file that was edited after the plan was made, e.g. before `resume`."""
+    path = Path(op.file)
+    digest = digest_of(path) if path.is_file() else None
+    if digest != op.digest:
+        allowed = f"the planned file, whose digest is {op.digest}: plan an edited one anew"
+        raise ConfigError(op.file, digest, allowed)
+
+
+def impl(backend: str) -> Impl:
+    """Return the implementation whose operands and call a function makes. backend: its name."""
+    return Impl(make=functools.partial(_make, backend))
+
+
+def _make(backend: str, op: Custom, device: torch.device) -> Call:
+    built = _build(op, backend, device)
+    operands = tuple(built.operands)
+
+    def run() -> object:
+        return built.call(*operands)
+
+    name = f"{Path(op.file).name}:{backend}"
+    return Call(run=run, verify=lambda: _check(name, op, built), backend_run=name)
+
+
+@functools.cache
+def _module(path: Path) -> ModuleType:
+    """Run the user's file once; its folder stays importable, for what a call imports."""
+    sys.path.insert(0, str(path.parent))
+    return load_module(path, path.name, _NO_HINTS)
+
+
+def _build(op: Custom, backend: str, device: torch.device) -> CustomOp:
+    """Call the function for one operand set. Raises ConfigError."""
+    path = Path(op.file).resolve()
+    function = find_function(_module(path), path, backend, 2, op.keywords)
+    name = f"{path.name}:{backend}"
+    set_matmul_precision(op.dtype)
+    with reported(name, str(path), _NO_HINTS):
+        try:
+            built = function(device, TORCH_DTYPE[op.dtype], **op.keywords)
+        except ConfigError as error:  # of CustomOp
+            raise ConfigError(f"{name}: {error.field}", error.value, error.allowed) from None
+    if not isinstance(built, CustomOp):
+        allowed = "a function that returns a stepmark.CustomOp"
+        raise ConfigError(name, type(built).__name__, allowed)
+    if all(tensor.device != device for tensor in _tensors(built.operands)):
+        allowed = f"a tuple with a tensor on {device}, the device that the function is given"
+        raise ConfigError(f"{name}: operands", built.operands, allowed)
+    return built
+
+
+def _check(name: str, op: Custom, built: CustomOp) -> Check:
+    """Compare a result with the reference.
+
+    A first result is poisoned, so that a call that writes nothing cannot return it; operands
+    that the call writes into are restored, and the reference gets copies.
+    """
+    operands = _tensors(built.operands)
+    with torch.no_grad():
+        before = [tensor.clone() for tensor in operands]
+    expected = _results(name, "reference", built.reference(*map(_wide, built.operands)))
+    _poison_result(name, built, operands)
+    _restore(operands, before)
+    results = _results(name, "call", built.call(*built.operands))
+    if (shapes := _shapes(results)) != (allowed := _shapes(expected)):
+        raise ConfigError(f"{name}: result of call", shapes, f"{allowed}, as the reference's")
+    longest = max(itertools.chain((1,), *(t.shape for t in (*operands, *results))))
+    limit = built.tolerance
+    if limit is None:
+        limit = tolerance(op.dtype, length=longest, roundings=4)
+    check = merge(map(functools.partial(_compared, limit=limit), results, expected))
+    _restore(operands, before)
+    return check
+
+
+def _poison_result(name: str, built: CustomOp, operands: Iterable[Tensor]) -> None:
+    """Call once, poison what it returns, but for operands, and free it for the next call."""
+    stored = {tensor.untyped_storage().data_ptr() for tensor in operands}
+    for tensor in _results(name, "call", built.call(*built.operands)):
+        if tensor.untyped_storage().data_ptr() not in stored:
+            poison(tensor)
+
+
+def _compared(out: Tensor, ref: Tensor, limit: float) -> Check:
+    """Compare all elements, some at a time, with the error scale of the whole result."""
+    reference = f"{str(ref.dtype).removeprefix('torch.')}, all elements"
+    parts = ref.detach().to(out.device).flatten().split(_CHUNK)
+    squares = sum(float(part.double().square().sum()) for part in parts)
+    scale = math.sqrt(squares / max(ref.numel(), 1))
+    pairs = zip(out.detach().flatten().split(_CHUNK), parts, strict=True)
+    return merge(compare(a, b, limit, reference, least_scale=scale) for a, b in pairs)
+
+
+def _restore(operands: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(operands, values, strict=True):
+            if 0 not in tensor.stride():  # of an expanded one, which no call writes into
+                tensor.copy_(value)
+
+
+def _wide(operand: Any) -> Any:
+    """Return a copy of an operand in fp64; integers and what is no tensor as they are."""
+    if not isinstance(operand, Tensor):
+        return operand
+    copy = operand.detach().clone()
+    if not copy.is_floating_point():
+        return copy
+    # fp8 has no direct conversion to fp64 everywhere.
+    return (copy.float() if copy.element_size() == 1 else copy).double()
+
+
+def _tensors(values: Iterable[object]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _results(name: str, field: str, value: object) -> list[Tensor]:
+    """Return the tensors of a result. Raises ConfigError where there is none."""
+    tensors = [value] if isinstance(value, Tensor) else []
+    if isinstance(value, tuple | list):
+        tensors = _tensors(value)
+    if not tensors:
+        allowed = "a function that returns a tensor, or a tuple of tensors"
+        raise ConfigError(f"{name}: {field}", type(value).__name__, allowed)
+    return tensors
+
+
+def _shapes(tensors: Iterable[Tensor]) -> str:
+    return ", ".join("x".join(map(str, tensor.shape)) or "a number" for tensor in tensors)

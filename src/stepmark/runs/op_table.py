@@ -1,0 +1,241 @@
+"""The plan of `stepmark op` as tables of 80 columns: a model's step in all, then its operators.
+
+The least time of an operator is that of its FLOPs at the device's peak or of its bytes at the
+memory's bandwidth, whichever is longer; a step's is the sum, without communication.
+"""
+
+import math
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepmark.cases.case import OpCase
+from stepmark.ground.grouping import group_by
+from stepmark.ground.options import build
+from stepmark.ground.units import format_time
+from stepmark.measuring.machine import Machine
+from stepmark.model.device import DeviceSpec, find_device
+from stepmark.model.ops import Op
+from stepmark.operators.op_options import FamilyOptions, LayerOptions, options_class
+from stepmark.operators.op_plan import model_shapes
+from stepmark.step.roofline import roofline_time
+from stepmark.step.workload import Kernel
+from stepmark.tables.columns import BYTES, COUNT, FLOPS, SECONDS, SHARE, Column, Row
+from stepmark.tables.row_tables import fitting
+from stepmark.tables.table import Table
+from stepmark.workloads.operators import ModelShape, StepPart, step_parts
+
+_WIDTH = 80
+_MAX_OPERATOR = 22  # characters of the places of an operator
+_PASSES = {"optim": ""}  # an optimizer's role says it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One micro-batch of a model on one rank. device: None where it has no data sheet."""
+
+    shape: ModelShape
+    parts: tuple[StepPart, ...]
+    device: DeviceSpec | None
+
+    @property
+    def flops(self) -> int:
+        return sum(part.times * self.flops_of(part) for part in self.parts)
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(part.times * self.bytes_of(part) for part in self.parts)
+
+    @property
+    def least_s(self) -> float | None:
+        """Return the least time; None where some cost, or the device's peak, is unknown."""
+        return _sum(_times(self.least_s_of(part), part.times) for part in self.parts)
+
+    def flops_of(self, part: StepPart) -> int:
+        return sum((op.flops or 0) * count for op, count in part.work.items())
+
+    def bytes_of(self, part: StepPart) -> int:
+        return sum((op.bytes_moved or 0) * count for op, count in part.work.items())
+
+    def least_s_of(self, part: StepPart) -> float | None:
+        return _sum(_times(least_s(op, self.device), count) for op, count in part.work.items())
+
+    def calls(self, op: Op) -> int:
+        """Return how often a step has this very operator."""
+        return sum(part.times * part.work[op] for part in self.parts)
+
+    def share_pct(self, flops: int, time_s: float | None) -> float | None:
+        """Return the share of the step's least time; where it is unknown, of its FLOPs."""
+        if self.least_s is None:
+            return 100 * flops / self.flops if self.flops else None
+        return None if time_s is None else 100 * time_s / self.least_s
+
+
+def least_s(op: Op | Kernel, device: DeviceSpec | None) -> float | None:
+    """Return the least time of an operation; None where the device's peak is unknown."""
+    return None if device is None else roofline_time(op, device)
+
+
+def _times(value: float | None, count: int) -> float | None:
+    return None if value is None else value * count
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    return None if None in known else math.fsum(value for value in known if value)
+
+
+def steps_of(options: Mapping[str, object], here: Machine) -> list[Step]:
+    """Return the steps of the models that the options of a plan name, one per micro-batch."""
+    own = build(options_class(str(options.get("family"))), options)
+    if not isinstance(own, LayerOptions | FamilyOptions) or not own.model:
+        return []
+    device = find_device(here.name)
+    return [
+        Step(shape=shape, parts=tuple(step_parts(shape)), device=device)
+        for shape in model_shapes(own, here.device)
+    ]
+
+
+def lines(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> Iterator[str]:
+    """Yield the text of a plan's operators. planned: a case for each row of the files."""
+    for step in steps:
+        yield from _step_lines(step)
+        yield ""
+    rows = _merged(planned, steps)
+    yield from _table(rows, _columns(rows, steps))
+    if notes := _backend_text([case for case, _ in planned]):
+        yield ""
+        yield from textwrap.wrap(notes, _WIDTH)
+
+
+def _step_lines(step: Step) -> Iterator[str]:
+    """Yield the answer, then the table of its parts."""
+    inputs = step.shape.inputs
+    dtype = inputs.products.dtype if inputs.products else inputs.dtype
+    what = f"{step.shape.model.name}, {inputs.mbs} x {inputs.seq_len} tokens, {dtype}"
+    if step.device is None or step.least_s is None:
+        answer = f"has {FLOPS.show(step.flops)}FLOP; no data sheet here gives its least time"
+    else:
+        time = format_time(step.least_s)
+        answer = f"takes at least {time} on {step.device.key}, without communication"
+    yield from textwrap.wrap(f"{what}: a step of one rank {answer}.", _WIDTH)
+    yield ""
+    several = len(step.parts) > 2
+    parts = [(f"layer ({p.name})" if several else "layer", p) for p in step.parts if p.name]
+    parts += [("outside of layers", part) for part in step.parts if not part.name]
+    rows = [
+        _part_row(name, part.times, step.flops_of(part), step.bytes_of(part), step, part)
+        for name, part in parts
+    ]
+    rows.append(_part_row("step", 1, step.flops, step.bytes_moved, step, None))
+    yield from _table(rows, [Column("part"), *_work_columns([step])])
+
+
+def _part_row(
+    name: str, times: int, flops: int, bytes_moved: int, step: Step, part: StepPart | None
+) -> Row:
+    time_s = step.least_s_of(part) if part else step.least_s
+    return {
+        "part": name,
+        "calls_per_step": times,
+        "flops": flops,
+        "bytes_moved": bytes_moved,
+        "least_s": time_s,
+        "share_of_step_pct": step.share_pct(flops * times, _times(time_s, times)),
+    }
+
+
+def _merged(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> list[Row]:
+    """Return a row per operator, for all its places and backends; the fastest is predicted."""
+    merged = []
+    for same in group_by(planned, lambda item: (item[0].op, item[0].rate)).values():
+        op = same[0][0].op
+        rows = [row for _, row in same]
+        times = [time_s for row in rows if isinstance(time_s := row["predicted_s"], float)]
+        joined = {
+            name: ", ".join(dict.fromkeys(str(row[name]) for row in rows if row[name]))
+            for name in ("model", "mbs")
+        }
+        places = [(label.model, label.mbs) for case, _ in same for label in case.labels]
+        own = [s for s in steps if (s.shape.model.name, s.shape.inputs.mbs) in places]
+        work = _in_steps(op, own)
+        own_columns = {"operator": _operator(rows), "predicted_s": min(times, default=None)}
+        merged.append(rows[0] | joined | work | own_columns)
+    return merged
+
+
+def _in_steps(op: Op, steps: Iterable[Step]) -> Row:
+    """Return how often a step has the operator, and its share in the step.
+
+    Unknown is None: of an operator that no step has, or several steps differently.
+    """
+    pairs: set[tuple[int, float | None]] = set()
+    for step in steps:
+        if count := step.calls(op):
+            time_s = _times(least_s(op, step.device), count)
+            pairs.add((count, step.share_pct(op.flops * count, time_s)))
+    calls, share = pairs.pop() if len(pairs) == 1 else (None, None)
+    return {"calls_per_step": calls, "share_of_step_pct": share}
+
+
+def _columns(rows: Sequence[Row], steps: Sequence[Step]) -> list[Column[Any]]:
+    """Return the columns of operators; some of words only where rows differ in them."""
+    apart: list[Column[Any]] = [
+        Column(name, leaves=6)
+        for name in ("model", "mbs", "dtype", "rate")
+        if len({row[name] for row in rows} - {"", None}) > 1
+    ]
+    predicted: Column[Any] = Column("predicted_s", unit=SECONDS, heading="predicted", leaves=5)
+    *work, share = _work_columns(steps)
+    return [*apart, Column("operator"), Column("shape"), *work, predicted, share]
+
+
+def _operator(rows: Iterable[Row]) -> str:
+    """Return the places of an operator, e.g. "gate, up fwd", or the first and how many more."""
+    places = dict.fromkeys(
+        (str(row["role"] or row["family"]), str(row["pass"])) for row in rows
+    )
+    by_pass = group_by(places, lambda place: place[1])
+    text = ", ".join(
+        " ".join((", ".join(role for role, _ in own), _PASSES.get(name, name))).strip()
+        for name, own in by_pass.items()
+    )
+    if len(text) <= _MAX_OPERATOR:
+        return text
+    (role, name), *others = places
+    more = f" + {len(others)}" if others else ""
+    return f"{role} {_PASSES.get(name, name)}".strip() + more
+
+
+def _work_columns(steps: Sequence[Step]) -> list[Column[Any]]:
+    of_time = any(step.least_s is not None for step in steps)
+    return [
+        Column("calls_per_step", unit=COUNT, heading="x", leaves=2),
+        Column("flops", unit=FLOPS, heading="FLOPs", leaves=3),
+        Column("bytes_moved", unit=BYTES, heading="moved", leaves=4),
+        Column("least_s", unit=SECONDS, heading="at least", leaves=1),
+        Column("share_of_step_pct", unit=SHARE, heading="of time" if of_time else "of FLOPs"),
+    ]
+
+
+def _table(rows: list[Row], columns: Sequence[Column[Any]]) -> Iterator[str]:
+    """Yield a table without empty columns, and without the least important that do not fit."""
+    table = Table(rows)
+    filled = [column for column in columns if any(column.shown(row) for row in rows)]
+    width = max(_WIDTH, shutil.get_terminal_size((_WIDTH, 1)).columns)
+    yield from table.text(fitting(table, width, filled))
+
+
+def _backend_text(cases: Sequence[OpCase]) -> str:
+    """Return the backends of each family; empty where all are torch's only ones."""
+    backends: dict[str, dict[str, None]] = {}
+    for case in cases:
+        backends.setdefault(case.family, {})[case.backend] = None
+    families = group_by(backends, lambda family: tuple(backends[family]))
+    if families.keys() == {("torch",)}:
+        return ""
+    texts = (f"{', '.join(names)} by {', '.join(own)}" for own, names in families.items())
+    return f"Backends: {'; '.join(texts)}."

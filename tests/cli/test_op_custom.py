@@ -1,0 +1,104 @@
+"""`stepmark op custom` on the CPU: small real runs, exit codes, comparison, and its example."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stepmark.cli.main import status
+from stepmark.store.reader import find_run
+
+from .process import ROOT, lines, only_run
+
+pytestmark = pytest.mark.ranks
+
+CPU = ["--device", "cpu", "--steps", "5", "--warmups", "1"]
+FILE = """
+import torch
+from stepmark import CustomOp
+
+FACTOR = 2
+
+def build(device, dtype, n=4096, bytes_moved=0):
+    x = torch.randn(n, device=device, dtype=dtype)
+    return CustomOp(
+        call=lambda x: x * FACTOR,
+        operands=(x,),
+        reference=lambda x: x * 2,
+        flops=n,
+        bytes_moved=bytes_moved or 2 * x.nbytes,
+    )
+
+other = build
+"""
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "kernel.py").write_text(FILE)
+
+
+def test_functions_are_measured_and_compared_after_an_edit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["op", "custom", "kernel.py:build,other", "--arg", "n=512,1024", *CPU]
+    assert status([*words, "--launches", "2", "--json", "rows.json"]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["shape"], row["backend"], row["role"]) for row in rows] == [
+        ("n=512", "build", "kernel.py"),
+        ("n=512", "other", "kernel.py"),
+        ("n=1024", "build", "kernel.py"),
+        ("n=1024", "other", "kernel.py"),
+    ]
+    for row in rows:
+        size = int(row["shape"].removeprefix("n="))
+        assert (row["flops"], row["bytes_moved"]) == (size, 8 * size)
+        assert row["tflops"] == pytest.approx(size / row["time_s"] / 1e12)
+        assert row["gb_per_s"] == pytest.approx(8 * size / row["time_s"] / 1e9)
+        assert row["num_wrong"] == 0
+        assert row["launches"] == 2
+    first = only_run(tmp_path / "runs")
+    (tmp_path / "kernel.py").write_text(f"{FILE}\n# edited\n")
+    assert status([*words, "--resume", first.name]) == 2, "the kernel is another one"
+    assert status([*words, "--launches", "2"]) == 0
+    capsys.readouterr()
+    assert status(["compare", str(first), str(find_run(tmp_path / "runs", "latest"))]) == 0
+    out, err = capsys.readouterr()
+    assert "n=1024" in out
+    assert "digest differs" in out + err
+
+
+def test_a_wrong_kernel_is_said_and_the_exit_code_is_1(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kernel.py").write_text(FILE.replace("FACTOR = 2", "FACTOR = 2.1"))
+    assert status(["op", "custom", "kernel.py:build", *CPU]) == 1
+    assert "WRONG" in capfd.readouterr().err
+
+
+def test_a_bad_contract_ends_the_run_before_the_first_case(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["op", "custom", "kernel.py:build", "--arg", "bytes_moved=4,-4", *CPU]
+    assert status([*words, "--nproc", "2"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    expected = "kernel.py:build: bytes_moved -4 is invalid: it must be a whole number from 1."
+    assert line == f"stepmark: {expected}"
+    assert not lines(only_run(tmp_path / "runs"))
+
+
+def test_a_plan_says_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(["op", "custom", "kernel.py:build", "--dry-run", "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    unknown = ("flops", "bytes_moved", "memory_bytes", "least_s", "predicted_s")
+    assert [row[name] for name in unknown] == [None] * 5
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = ROOT / "examples" / "custom_op.py"
+    words = ["--arg", "tokens=64", "--arg", "hidden=128"]
+    assert status(["op", "custom", f"{example}:eager_norm", *words, *CPU]) == 0
+    assert "eager_norm" in capsys.readouterr().out

@@ -1,0 +1,150 @@
+"""A plan of operators as tables: a step is the sum of its operators, 80 columns wide."""
+
+from typing import Any
+
+import pytest
+
+from stepmark.cases.case import OpCase
+from stepmark.cli.main import status
+from stepmark.ground.dtypes import DType
+from stepmark.ground.options import plain
+from stepmark.measuring.machine import machine
+from stepmark.model.device import find_device_by_alias
+from stepmark.model.ops import CrossEntropy, Gemm
+from stepmark.operators.op_options import LAYER, LayerOptions
+from stepmark.operators.op_plan import layer_cases
+from stepmark.runs import op_table
+
+MODELS = ("llama-3.1-8b", "deepseek-v3", "gpt-oss-20b", "qwen3-next-80b-a3b")
+
+
+def steps_and_cases(**options: Any) -> tuple[list[op_table.Step], list[OpCase]]:
+    given = LayerOptions(family=LAYER, **options)
+    here = machine("h200", dry_run=True)
+    return op_table.steps_of(plain(given), here), layer_cases(given, here)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_products_and_attention_of_the_plan_are_those_of_the_step(model: str) -> None:
+    (step,), cases = steps_and_cases(model=model)
+    ops = {case.op for case in cases}
+    of_plan = sum(step.calls(op) * op.flops for op in ops)
+    of_kernels = sum(
+        part.times * count * (op.flops or 0)
+        for part in step.parts
+        for op, count in part.work.items()
+        if hasattr(op, "name")
+    )
+    assert of_plan + of_kernels == step.flops > 0
+
+
+def test_a_dense_step_has_six_flops_per_weight_and_token() -> None:
+    """And those of the causal half of attention: PaLM, appendix B."""
+    (step,), _ = steps_and_cases(model="llama-3.1-8b", mbs=(2,))
+    tokens = 2 * 8192
+    in_products = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
+    pairs = 2 * 8192 * 8193 // 2
+    attention = 32 * 12 * pairs * 4096
+    # The pairs of a token with itself are counted as halves.
+    assert step.flops == pytest.approx(6 * in_products * tokens + attention, rel=1e-4)
+
+
+def test_shares_add_up_and_alternatives_have_none() -> None:
+    (step,), cases = steps_and_cases(model="llama-3.1-8b")
+    rows = {op: op_table._in_steps(op, [step]) for op in {case.op for case in cases}}
+    chunked = [op for op in rows if isinstance(op, CrossEntropy) and op.chunks > 1]
+    assert chunked
+    assert {rows[op]["share_of_step_pct"] for op in chunked} == {None}
+    total = sum(row["share_of_step_pct"] or 0 for row in rows.values())  # type: ignore[misc]
+    assert 95 < total < 100, "residuals and gradients of embeddings are no operators"
+
+
+def test_equal_operators_are_counted_in_all_their_places() -> None:
+    """Gate and up are one product, forwards."""
+    (step,), cases = steps_and_cases(model="llama-3.1-8b")
+    gate = Gemm(m=8192, n=14336, k=4096, dtype=DType.BF16)
+    assert gate in {case.op for case in cases}
+    assert step.calls(gate) == 64
+    share = op_table._in_steps(gate, [step])["share_of_step_pct"]
+    assert step.least_s is not None
+    assert share == pytest.approx(100 * 64 * gate.flops / 989.4e12 / step.least_s, rel=1e-3)
+
+
+def test_what_steps_have_differently_is_unknown() -> None:
+    steps, _ = steps_and_cases(model="llama-3.1-8b", mbs=(1, 2))
+    assert len(steps) == 2
+    gate = Gemm(m=8192, n=14336, k=4096, dtype=DType.BF16)
+    assert op_table._in_steps(gate, steps)["calls_per_step"] == 64, "one step has it"
+    optimizer = next(op for op in steps[0].parts[0].work if hasattr(op, "num_params"))
+    unknown = {"calls_per_step": None, "share_of_step_pct": None}
+    assert op_table._in_steps(optimizer, steps) == unknown, "another share of a longer step"  # type: ignore[arg-type]
+
+
+def test_the_time_of_a_step_is_that_of_its_parts() -> None:
+    (step,), _ = steps_and_cases(model="deepseek-v3", ep=8)
+    assert [part.times for part in step.parts] == [3, 58, 1]
+    parts = [(step.least_s_of(part) or 0) * part.times for part in step.parts]
+    assert step.least_s == pytest.approx(sum(parts))
+    assert find_device_by_alias("h200") is step.device
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"all {model} --device h200" for model in MODELS),
+        "all llama-3.1-8b --device cpu --scale 1/64",
+        "attention gpt-oss-20b --device h200",
+        "gemm llama-3.1-70b --tp 8 --dtype bf16,fp8 --mbs 1,2 --device h200",
+        "norm --tokens 4096 --hidden 4096 --device h200 --rate half",
+    ],
+)
+def test_lines_have_at_most_80_columns(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert status(["op", *words.split(), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    if "norm" not in words:
+        answer = " ".join(lines[:2])
+        assert ("takes at least" in answer) == ("h200" in words)
+
+
+def test_an_operator_names_its_places() -> None:
+    def operator(*places: str) -> str:
+        words = (place.split() for place in places)
+        return op_table._operator(
+            [{"role": w[0], "pass": w[1], "family": "gemm"} for w in words]
+        )
+
+    assert operator("gate fwd", "up fwd") == "gate, up fwd"
+    assert operator("out fwd", "out dgrad") == "out fwd, out dgrad"
+    assert operator("experts_gate fwd", "experts_up fwd") == "experts_gate fwd + 1"
+    assert operator("optimizer_layer optim") == "optimizer_layer"
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (
+            "gemm llama-3.1-8b",
+            "15 cases, 18 rows (equal operators are measured once); none was run",
+        ),
+        ("copy --num-bytes 4096", "1 case; none was run"),
+    ],
+)
+def test_counts_that_differ_are_explained(
+    words: str, end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(["op", *words.split(), "--device", "h200", "--dry-run"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == end
+
+
+def test_a_model_is_an_argument_or_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for words in ("llama-3.1-8b gpt2-125m", "--model llama-3.1-8b,gpt2-125m"):
+        assert status(["op", "norm", *words.split(), "--device", "h200", "--dry-run"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert status(["op", "norm", "gpt2-125m", "--model", "gpt2-125m", "--dry-run"]) == 2
+    assert "it cannot be combined with MODEL" in capsys.readouterr().err
