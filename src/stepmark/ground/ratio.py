@@ -43,6 +43,7 @@ class Ratio:
     df: int | None = None  # of Student's t; None for the normal distribution
     launches: int | None = None  # per side, that would tell where the verdict cannot
     drift: float = 0.0  # part of se_log**2 that more launches do not lower
+    repeats_df: int = 0  # part of df that repeats on other machines give
 
     def p_slower(self, limit: float) -> float | None:
         """Return the one-sided p of "at most `limit` slower", a share of the time (0.05: 5 %).

@@ -24,7 +24,7 @@ from stepmark.ground.ratio import (
     t_quantile,
 )
 from stepmark.ground.spread import Part, Spread, spread_of
-from stepmark.ground.variance import MIN_ROWS, Variance, total
+from stepmark.ground.variance import MIN_ROWS, Prior, Variance, total
 
 # Expected share of wrong verdicts among those of a table (Benjamini and Hochberg, JRSS B 57,
 # 1995), as if it had one more row: 0.4 % for a single one.
@@ -65,7 +65,8 @@ class _Difference:
     launch: variance of one launch. error: of the difference. drift: its part that more
     launches do not lower. common: what all rows of its launches share; None if unknown. gap:
     between the two states in which launches are, if they are. doubt: why there is no verdict,
-    however certain the difference is.
+    however certain the difference is. repeats_df: degrees of freedom that repeats on other
+    machines give.
     """
 
     row: Row
@@ -76,6 +77,7 @@ class _Difference:
     common: Variance | None = None
     gap: float = 0.0
     doubt: str = ""
+    repeats_df: int = 0
 
     @property
     def p(self) -> float:
@@ -153,26 +155,39 @@ def _by_repeats(row: Row, launch: Variance) -> _Difference:
 
 
 def _paired(rows: Sequence[Row]) -> Iterable[_Difference]:
-    """Yield differences by round: what a round has in common cancels."""
+    """Yield differences by round: what a round has in common cancels.
+
+    Where rows and rounds are too few to show how launches vary, repeats on other machines are
+    the prior of their variance; of a single round they are all that is known.
+    """
     by_round = [
         {launch: log - row.other.logs[launch] for launch, log in row.base.logs.items()}
         for row in rows
     ]
     spread = spread_of([[Part(runs=[logs])] for logs in by_round])
     for place, (row, logs) in enumerate(zip(rows, by_round, strict=True)):
-        squares, _ = squares_within([logs])
+        squares, df = squares_within([logs])
         rounding = (row.base.rounding**2 + row.other.rounding**2) / 12
-        if spread is None or (squares == 0 and rounding == 0):
+        if df and squares == 0 and rounding == 0:
+            continue  # equal values prove nothing
+        repeats = row.repeats if spread is None or spread.seen_df is None else None
+        if spread is None and repeats is None:
             continue
         # Of one launch, as for unpaired rows: a difference has the variance of two.
-        own = spread.own[place].plus(rounding).scaled(0.5)
-        launch = total([own.widened(_P_ROW), spread.common.scaled(0.5)])
+        own = spread.own[place].scaled(0.5) if spread else Variance(0.0, 0)
+        common = spread.common.scaled(0.5) if spread else Variance(0.0, 1)
+        if repeats:
+            own = Prior(
+                variance=repeats.value, df=repeats.df, seen_df=repeats.df + df
+            ).moderated(Variance(own.value, df))
+        launch = total([own.plus(rounding / 2).widened(_P_ROW), common])
         yield _Difference(
             row=row,
             log_speed=fmean(logs.values()),
             launch=launch,
             error=launch.scaled(2 / len(logs)),
-            common=spread.common.scaled(1 / len(logs)),
+            common=None if repeats else common.scaled(2 / len(logs)),
+            repeats_df=math.floor(repeats.df) if repeats else 0,
         )
 
 
@@ -440,12 +455,12 @@ def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | N
     """Return the geometric mean of the ratios of rows; None if nothing is known of its error.
 
     Each launch gives one mean, so rows that drift together count once. Rows that share no
-    launches, or have one, are assumed to move together.
+    launches, have one, or rest on repeats, are assumed to move together.
     """
     if all(row.is_same for row in rows):
         return SAME_LAUNCHES
     mean = _mean_of(rows) if len(rows) > 1 else None
-    if mean is None:
+    if mean is None or any(difference.repeats_df for difference in _differences(rows)):
         return _mean_of_ratios(rows, floor)
     if mean.error.value == 0:
         return None
@@ -484,6 +499,7 @@ def _mean_of_ratios(rows: Sequence[Row], floor: float) -> Ratio | None:
         launch=launch,
         error=error,
         drift=fmean(d.drift for d in differences),
+        repeats_df=min(d.repeats_df for d in differences),
     )
     return _judge_row(rows[0], mean, bool(_certain([mean])), floor)
 
@@ -514,7 +530,7 @@ def _judge_row(
         reason = "within drift" if difference.drift else "within noise"
         reason = f"needs {launches} launches a side" if launches else reason
         reason = difference.doubt or reason
-    if row.of_repeats is not None:
+    if row.of_repeats or (difference.repeats_df and verdict is not Verdict.CANNOT_TELL):
         reason = f"noise {math.sqrt(difference.launch.value):.1%} {OF_REPEATS}"
     return Ratio(
         speed=speed,
@@ -526,6 +542,7 @@ def _judge_row(
         df=max(1, math.floor(difference.error.df)),
         launches=launches,
         drift=difference.drift,
+        repeats_df=difference.repeats_df,
     )
 
 

@@ -77,7 +77,7 @@ def comma_list(words: Iterable[object], most: int = 8) -> str:
 
 def plural(number: int, noun: str) -> str:
     """Return e.g. "1 line", "3 lines", "2 processes"."""
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number} {noun}{ending}"
 
 
