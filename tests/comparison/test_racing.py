@@ -165,16 +165,18 @@ def test_as_many_fresh_rounds_as_now_have_the_distribution_of_now() -> None:
             se_log=se_log,
             df=df,
         )
-        return fresh_rounds([gain], rounds=rounds, most=20)
+        return fresh_rounds([gain], rounds=rounds, least=LEAST_FRESH, most=20)
 
     assert needed(1.001 * limit) == rounds
     assert needed(0.999 * limit) > rounds
 
 
-def test_fresh_rounds_are_three_at_least() -> None:
+def test_fresh_rounds_are_as_many_as_the_least() -> None:
     logs = logs_of(Random(3), {"fast": [0.3] * SIZES}, 2)
     gains = judge(list(rows_of(logs, 2)["fast"].values()))
-    assert fresh_rounds(gains, rounds=2, most=1) == LEAST_FRESH
+    for least in (1, LEAST_FRESH):
+        assert fresh_rounds(gains, rounds=2, least=least, most=1) == least
+    assert fresh_rounds(gains, rounds=2, least=1, most=5) > 1, "one round shows no noise"
 
 
 def test_the_derived_fresh_rounds_confirm() -> None:

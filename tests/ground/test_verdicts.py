@@ -85,7 +85,7 @@ def test_the_order_of_launches() -> None:
     assert in_time([0.0, 0.0], [0.0, 0.0], [1, 3, 2, 4]).order is Order.MIXED
     assert row([0.0, 0.0], [0.0, 0.0]).order is Order.UNKNOWN
     assert row([0.0, 0.0], [0.0, 0.0], by_round=True).order is Order.PAIRED
-    assert row([0.0], [0.0], by_round=True).order is Order.UNKNOWN
+    assert row([0.0], [0.0], by_round=True).order is Order.PAIRED
 
 
 def test_blocks_have_drift_and_rounds_have_none() -> None:

@@ -171,4 +171,6 @@ def _confirms(gain: Ratio, gains: Sequence[Ratio], rounds: int, count: int) -> b
     own_df = (gain.df - gain.repeats_df) * (count - 1) // max(1, rounds - 1)
     df = max(1, gain.repeats_df + own_df)
     p_row = 1 - (1 - CONFIDENCE) / len(gains)
-    return math.log(gain.speed) >= (t_quantile(p_row, df) + t_quantile(_POWER, df)) * error
+    slow = gain.slow if count < LEAST_FRESH else 0.0
+    needed = slow + (t_quantile(p_row, df) + t_quantile(_POWER, df)) * error
+    return math.log(gain.speed) >= needed

@@ -209,8 +209,7 @@ def _identity(line: Line) -> tuple[object, ...]:
 
 def p_faster(ratio: Ratio) -> float | None:
     """Return the one-sided p of "not faster at all"; None where the spread is unknown."""
-    p_slower = None if ratio.reason == BUSY else ratio.p_slower(0.0)
-    return None if p_slower is None else 1 - p_slower
+    return None if ratio.reason == BUSY else ratio.p_faster
 
 
 def _pick(line: Line, names: Sequence[str], certain: set[str], min_gain: float) -> Pick:

@@ -114,14 +114,15 @@ def plan_text(sweep: Sweep, least: Least, *, budget_s: float, spent_s: float) ->
     """Return how many launches a budget has room for, and whether they give a verdict."""
     launch_s = seconds_of(sweep, [s.name for s in sweep.settings]) / len(sweep.settings)
     needed_s = spent_s + left_for_verdict_s(sweep, least)
-    takes = f"{plural(least.rounds, 'round')} of all settings and {least.fresh} fresh of two"
     if needed_s > budget_s:
+        takes = f"{plural(least.rounds, 'round')} of all settings and {least.fresh} fresh of two"
         return (
             f"budget: {budget_s:g} s is too short for a verdict: at {launch_s:.1f} s a launch, "
             f"{takes} need --budget {with_margin(needed_s):.0f}s"
         )
     room = math.floor((budget_s - spent_s) / launch_s)
+    least_room = math.ceil((needed_s - spent_s) / launch_s - 1e-9)
     return (
         f"budget: {budget_s:g} s leaves room for {plural(room, 'more launch')} of "
-        f"{launch_s:.1f} s; a verdict needs {takes}"
+        f"{launch_s:.1f} s; a verdict needs {least_room} at least"
     )

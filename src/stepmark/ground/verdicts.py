@@ -66,7 +66,7 @@ class _Difference:
     launches do not lower. common: what all rows of its launches share; None if unknown. gap:
     between the two states in which launches are, if they are. doubt: why there is no verdict,
     however certain the difference is. repeats_df: degrees of freedom that repeats on other
-    machines give.
+    machines give. slow: as much as slow launches of so few may explain.
     """
 
     row: Row
@@ -78,10 +78,11 @@ class _Difference:
     gap: float = 0.0
     doubt: str = ""
     repeats_df: int = 0
+    slow: float = 0.0
 
     @property
     def p(self) -> float:
-        t = abs(self.log_speed) / math.sqrt(self.error.value)
+        t = max(0.0, abs(self.log_speed) - self.slow) / math.sqrt(self.error.value)
         return 2 * (1 - t_cdf(t, max(1, math.floor(self.error.df))))
 
 
@@ -158,13 +159,15 @@ def _paired(rows: Sequence[Row]) -> Iterable[_Difference]:
     """Yield differences by round: what a round has in common cancels.
 
     Where rows and rounds are too few to show how launches vary, repeats on other machines are
-    the prior of their variance; of a single round they are all that is known.
+    the prior of their variance; of a single round they are all that is known. They say little
+    of launches that are slow in all rows.
     """
     by_round = [
         {launch: log - row.other.logs[launch] for launch, log in row.base.logs.items()}
         for row in rows
     ]
     spread = spread_of([[Part(runs=[logs])] for logs in by_round])
+    shift = median(fmean(logs.values()) for logs in by_round)
     for place, (row, logs) in enumerate(zip(rows, by_round, strict=True)):
         squares, df = squares_within([logs])
         rounding = (row.base.rounding**2 + row.other.rounding**2) / 12
@@ -188,6 +191,7 @@ def _paired(rows: Sequence[Row]) -> Iterable[_Difference]:
             error=launch.scaled(2 / len(logs)),
             common=None if repeats else common.scaled(2 / len(logs)),
             repeats_df=math.floor(repeats.df) if repeats else 0,
+            slow=min(abs(shift), _SLOWEST) if repeats and _is_by_chance(row) else 0.0,
         )
 
 
@@ -307,7 +311,10 @@ def _is_by_chance(row: Row) -> bool:
     """Whether all launches of one side, and none of the other, may be slow."""
     if row.by_step or row.base.past or row.other.past:
         return False
-    base, other = len(row.base.logs), len(row.other.logs)
+    return _is_by_chance_of(len(row.base.logs), len(row.other.logs))
+
+
+def _is_by_chance_of(base: int, other: int) -> bool:
     fast = 1 - _SLOW
     return _SLOW**base * fast**other + fast**base * _SLOW**other > _MOST_BY_CHANCE
 
@@ -500,6 +507,7 @@ def _mean_of_ratios(rows: Sequence[Row], floor: float) -> Ratio | None:
         error=error,
         drift=fmean(d.drift for d in differences),
         repeats_df=min(d.repeats_df for d in differences),
+        slow=max(d.slow for d in differences),
     )
     return _judge_row(rows[0], mean, bool(_certain([mean])), floor)
 
@@ -516,7 +524,8 @@ def _judge_row(
             verdict=Verdict.CANNOT_TELL,
             reason="one launch" if max(counts) == 1 else "identical values",
         )
-    low, speed, high = interval(difference.log_speed, difference.error.quantile(_P_INTERVAL))
+    half = difference.error.quantile(_P_INTERVAL) + difference.slow
+    low, speed, high = interval(difference.log_speed, half)
     verdict = Verdict.CANNOT_TELL
     if is_certain and not difference.doubt and max(speed, 1 / speed) >= 1 + floor:
         verdict = Verdict.FASTER if speed > 1 else Verdict.SLOWER
@@ -543,6 +552,7 @@ def _judge_row(
         launches=launches,
         drift=difference.drift,
         repeats_df=difference.repeats_df,
+        slow=difference.slow,
     )
 
 
@@ -580,8 +590,9 @@ def _launches_that_tell(difference: _Difference, floor: float) -> int | None:
         df = difference.launch.df + 2 * (count - own)
         launches = Variance(2 * difference.launch.value / count, df)
         error = total([launches, Variance(difference.drift, _DRIFT.df)])
-        is_certain = change >= limit and error.quantile(_P_ROW) < change
-        return is_certain or error.quantile(_P_INTERVAL) < limit - change
+        slow = difference.slow if _is_by_chance_of(count, count) else 0.0
+        is_certain = change >= limit and error.quantile(_P_ROW) + slow < change
+        return is_certain or error.quantile(_P_INTERVAL) + slow < limit - change
 
     if not tells(_MOST_LAUNCHES):
         return None
