@@ -3,10 +3,10 @@
     python validation/launch_noise.py write    src/stepmark/data/launch_noise.toml
 
 Sources: our own repeats of nccl-tests in results/, the published ones of
-data/launch-repeats.csv, and for sweeps our own runs and sweeps that repeat what `comm` measures.
-A table or a launch of a run is a launch. Collectives and placements of one machine are taken
-together, by the method, one host or several, and the size; of the machines and the sizes of a
-range the noisiest one counts.
+data/launch-repeats.csv, and for sweeps our own runs and sweeps that repeat what `comm`
+measures. A table or a launch of a run is a launch. Collectives and placements of one machine
+are taken together, by the method, one host or several, and the size; of the machines and the
+sizes of a range the noisiest one counts.
 """
 
 import csv
@@ -140,7 +140,8 @@ def noise_by_size(
     df: Counter[int] = Counter()
     for repeats in (repeats for repeats in members if repeats.source == source):
         common = set.intersection(*(set(launch) for launch in repeats.launches))
-        for key in (key for key in repeats.launches[0] if key in common and low < key[1] <= high):
+        keys = [key for key in repeats.launches[0] if key in common and low < key[1] <= high]
+        for key in keys:
             logs = [math.log(launch[key]) for launch in repeats.launches]
             squares.setdefault(key[1], []).append(variance(logs))
         for size in {size for _, size in common}:

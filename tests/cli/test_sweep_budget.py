@@ -46,7 +46,9 @@ class Launches:
         self._patch = monkeypatch
         clock = SimpleNamespace(monotonic=lambda: self.now_s, time=time.time)
         monkeypatch.setattr(sweep_run, "time", clock)
-        monkeypatch.setattr(sweep_run, "child", SimpleNamespace(run=self.run, Ended=child.Ended))
+        monkeypatch.setattr(
+            sweep_run, "child", SimpleNamespace(run=self.run, Ended=child.Ended)
+        )
         loaded = functools.cache(sweep_program.loaded)
         monkeypatch.setattr(sweep_program, "loaded", loaded)
 

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from stepmark.comparison.racing import (
-    LEAST_ROUNDS,
     LEAST_FRESH,
+    LEAST_ROUNDS,
     WRONGLY_DROPPED,
     RaceState,
     fresh_rounds,

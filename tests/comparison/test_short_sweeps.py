@@ -12,7 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "validation"))
 
-from simulated_sweeps import (  # noqa: E402
+from simulated_sweeps import (
     SHORT,
     SHORT_NOISES,
     Swept,

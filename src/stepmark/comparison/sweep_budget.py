@@ -93,7 +93,7 @@ def next_step(sweep: Sweep, path: Path, least: Least, advice: Advice | None) -> 
         return []
     words = ["stepmark", "sweep", "--resume", str(path)]
     words += ["--repeats", str(repeats)] if repeats > sweep.repeats else []
-    words += ["--budget", f"{with_margin(seconds):.0f}s"]
+    words += ["--budget", f"{with_margin(seconds)}s"]
     return [f"no verdict yet; for one, if launches vary as so far: {shlex.join(words)}"]
 
 
@@ -105,9 +105,9 @@ def _rounds_that_tell(ratios: Sequence[Ratio], done: int) -> int | None:
     return max(done + 1, min(known)) if known else None
 
 
-def with_margin(seconds: float) -> float:
+def with_margin(seconds: float) -> int:
     """Return a budget in whole seconds in which launches that take so long will fit."""
-    return float(math.ceil(_MARGIN * seconds))
+    return math.ceil(_MARGIN * seconds)
 
 
 def plan_text(sweep: Sweep, least: Least, *, budget_s: float, spent_s: float) -> str:
@@ -115,10 +115,12 @@ def plan_text(sweep: Sweep, least: Least, *, budget_s: float, spent_s: float) ->
     launch_s = seconds_of(sweep, [s.name for s in sweep.settings]) / len(sweep.settings)
     needed_s = spent_s + left_for_verdict_s(sweep, least)
     if needed_s > budget_s:
-        takes = f"{plural(least.rounds, 'round')} of all settings and {least.fresh} fresh of two"
+        takes = (
+            f"{plural(least.rounds, 'round')} of all settings and {least.fresh} fresh of two"
+        )
         return (
             f"budget: {budget_s:g} s is too short for a verdict: at {launch_s:.1f} s a launch, "
-            f"{takes} need --budget {with_margin(needed_s):.0f}s"
+            f"{takes} need --budget {with_margin(needed_s)}s"
         )
     room = math.floor((budget_s - spent_s) / launch_s)
     least_room = math.ceil((needed_s - spent_s) / launch_s - 1e-9)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.cases.plan import ROUND
-from stepmark.cases.sweep import Outcome, Setting, Sweep, Try
+from stepmark.cases.sweep import Outcome, Setting, Try
 from stepmark.comparison import sweep_race
 from stepmark.comparison.sweep_budget import least, plan_text, round_s
 from stepmark.ground.errors import ConfigError
@@ -73,11 +73,8 @@ def make(journal: Journal, settings: RunSettings, signals: Sequence[int]) -> int
             settings.report(f"budget: {number - 1} of {sweep.last_round} rounds")
             return None
         for setting in missing:
-            if signals:
-                return signals[0]
-            if budget.left_s <= 0:
-                settings.report(f"budget: it ended in round {number}")
-                return None
+            if signals or budget.is_over(number):
+                return signals[0] if signals else None
             attempt = _try(journal, setting, number, settings, signals)
             if attempt is None:
                 return signals[0]
@@ -105,7 +102,15 @@ class _Budget:
             return math.inf
         return self._settings.budget_s - (time.monotonic() - self._started_s)
 
+    def is_over(self, number: int) -> bool:
+        """Return whether it ended in this round, and report it."""
+        if self.left_s > 0:
+            return False
+        self._settings.report(f"budget: it ended in round {number}")
+        return True
+
     def show_plan(self, journal: Journal) -> None:
+        """Report what the budget has room for, once, when a launch has shown what it takes."""
         sweep = journal.sweep
         if self._has_plan or not any(t.outcome is Outcome.DONE for t in sweep.tries):
             return
