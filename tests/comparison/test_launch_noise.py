@@ -167,3 +167,29 @@ def test_rounds_of_the_published_sweeps_rarely_differ_by_chance() -> None:
                 tables += 1
     assert tables > 40
     assert wrong <= 1
+
+
+def test_verdicts_of_one_round_are_those_of_all_five_in_the_published_sweeps() -> None:
+    agreed = 0
+    for file in sorted(RESULTS.glob("*/sweep.json")):
+        sweep = sweeps.read(file.parent)
+        rounds = {
+            setting: {t.run: t.round for t in sweep.tries if t.setting == setting.name}
+            for setting in sweep.settings
+        }
+        folder = file.parent / "runs"
+        base, *others = rounds
+        for other in others:
+            both = [side_by_round(each, folder, rounds[each]) for each in (base, other)]
+            whole = ratios(compare(both, Options()))
+            for number in range(1, sweep.repeats + 1):
+                single = [
+                    side_by_round(
+                        each, folder, {run: n for run, n in rounds[each].items() if n == number}
+                    )
+                    for each in (base, other)
+                ]
+                pairs = list(zip(ratios(compare(single, Options())), whole, strict=True))
+                agreed += sum(one.verdict in CERTAIN for one, _ in pairs)
+                assert all(a.verdict is b.verdict for a, b in pairs if a.verdict in CERTAIN)
+    assert agreed > 200

@@ -73,9 +73,7 @@ def next_step(sweep: Sweep, path: Path, least: Least, advice: Advice | None) -> 
         return []
     repeats = sweep.repeats
     if advice is None:
-        if sweep.is_complete:
-            return []  # no other setting is left
-        seconds = left_for_verdict_s(sweep, least)
+        seconds = 0.0 if sweep.is_complete else left_for_verdict_s(sweep, least)
     elif advice.is_unconfirmed:
         numbers = range(1, sweep.last_round + 1)
         seconds = math.fsum(round_s(sweep, number) for number in numbers)
@@ -91,6 +89,8 @@ def next_step(sweep: Sweep, path: Path, least: Least, advice: Advice | None) -> 
         seconds = rounds_s + fresh_s(sweep, least.fresh)
     else:
         return []
+    if not seconds:
+        return []  # nothing is left to be measured
     words = ["stepmark", "sweep", "--resume", str(path)]
     words += ["--repeats", str(repeats)] if repeats > sweep.repeats else []
     words += ["--budget", f"{with_margin(seconds)}s"]
