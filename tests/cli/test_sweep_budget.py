@@ -196,8 +196,8 @@ def test_a_budget_that_is_too_short_says_so_after_the_first_launch(
     with Journal.create(tmp_path, sweep_of("equal", "slow", repeats=5)) as journal:
         make(journal, means(tmp_path, remarks, method=AHEAD, budget_s=20.0), [])
         assert remarks[1] == (
-            "budget: 20 s is too short for a verdict: at 9.0 s a launch, 1 round of all "
-            "settings and 1 fresh of two need --budget 50s"
+            "budget: 20 s is too short for a verdict if a launch takes 9.0 s, as so far: "
+            "1 round of all settings and 1 fresh of two need --budget 50s"
         )
         assert launches.now_s == 3 * LAUNCH_S, "the last launch began before the end"
         assert remarks[-1] == "budget: 1 of 5 rounds"
@@ -218,6 +218,21 @@ def test_without_repeats_a_verdict_takes_rounds_that_show_their_noise(
         make(journal, means(tmp_path, remarks, method=UNKNOWN, budget_s=60.0), [])
     assert "2 rounds of all settings and 3 fresh of two need --budget 119s" in remarks[1]
     assert len(journal.sweep.tries) == 6, "both rounds that fit"
+
+
+def test_the_budget_for_a_verdict_is_that_of_the_settings_in_the_race(
+    tmp_path: Path, launches: Launches
+) -> None:
+    """Equal settings have no verdict after all their rounds: both need more."""
+    with Journal.create(tmp_path, sweep_of("equal", repeats=2)) as journal:
+        make(journal, means(tmp_path, method=AHEAD), [])
+    assert journal.sweep.selection == Selection(rounds=2)
+    words = shlex.split(closing(journal)[-1].partition("so far: ")[2])
+    repeats = int(words[words.index("--repeats") + 1])
+    assert repeats > 2
+    launch_s = LAUNCH_S * 2 * (repeats - 2) + LAUNCH_S * 2  # rounds, and a fresh one
+    budget = words[words.index("--budget") + 1]
+    assert 1.09 * launch_s < float(budget.removesuffix("s")) < 1.12 * launch_s
 
 
 def test_a_busy_host_needs_no_larger_budget(tmp_path: Path, launches: Launches) -> None:

@@ -303,7 +303,7 @@ def _of_few_rounds(ratios: Sequence[Ratio]) -> Iterator[str]:
             "noisiest repeats on other machines (docs/definitions.md, Sweeps)"
         )
     if any(ratio.low is None for ratio in ratios):
-        yield "one round does not show how launches vary, and nothing repeated does"
+        yield "one round does not show how launches vary, and no repeats on other machines do"
 
 
 def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:

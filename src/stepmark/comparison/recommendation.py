@@ -18,6 +18,7 @@ from stepmark.comparison.comparison import Comparison, Line
 from stepmark.comparison.comparison_text import ratio_of, ratio_text
 from stepmark.ground.ratio import BUSY, CONFIDENCE, Ratio, Verdict, holm
 from stepmark.ground.units import format_bytes
+from stepmark.job_logs.nccl_log.network_rules import comma_list
 
 _UNCONFIRMED = "unconfirmed"
 _P_PROMISING = 0.1  # one-sided, of a gain that more rounds may confirm
@@ -334,8 +335,7 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
     assert advice.fresh or not won, "a selection is no recommendation"
     if not advice.considered:
         if advice.picks and not advice.left_out:
-            why = "; ".join([*advice.slower.values(), "no other is the fastest anywhere"])
-            return [*lines, f"keep {keep}: {why}"]
+            return [*lines, f"keep {keep}: {_slowest(advice)}no other is the fastest anywhere"]
         why = "every other setting is left out"
         return [*lines, f"keep {keep}: nothing can be recommended because {why}"]
     if not won:
@@ -346,7 +346,7 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
             tests = "what was selected has no fresh rounds"
         elif not advice.num_tests:
             tests = "nothing can be recommended because how repeats differ is not known"
-        lines.append(f"keep {keep}: {'; '.join([*advice.slower.values(), tests])}")
+        lines.append(f"keep {keep}: {_slowest(advice)}{tests}")
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
         return lines
     confirmed = f"confirmed by {_count(advice.fresh, 'fresh round')}"
@@ -365,6 +365,11 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
         )
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
     return [*lines, *_one_sided(won)]
+
+
+def _slowest(advice: Advice) -> str:
+    """Return which settings are slower, as the beginning of a list of reasons."""
+    return f"{comma_list(advice.slower.values(), 3)}; " if advice.slower else ""
 
 
 def _one_sided(won: Sequence[Pick]) -> list[str]:

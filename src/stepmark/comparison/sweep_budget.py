@@ -52,10 +52,14 @@ def round_s(sweep: Sweep, number: int) -> float:
 
 def fresh_s(sweep: Sweep, count: int) -> float:
     """Return how long fresh rounds of one setting and the baseline take."""
-    others = [s.name for s in sweep.settings if s.name != sweep.baseline]
-    left = [name for name in others if name not in (*sweep.dropped, *sweep.failed)]
-    longest_s = max((seconds_of(sweep, [name]) for name in left or others), default=0.0)
+    longest_s = max((seconds_of(sweep, [name]) for name in _contenders(sweep)), default=0.0)
     return count * (seconds_of(sweep, [sweep.baseline]) + longest_s)
+
+
+def _contenders(sweep: Sweep) -> list[str]:
+    """Return the settings that are still in the race, apart from the baseline."""
+    out = {sweep.baseline, *sweep.dropped, *sweep.failed}
+    return [setting.name for setting in sweep.settings if setting.name not in out]
 
 
 def left_for_verdict_s(sweep: Sweep, least: Least) -> float:
@@ -85,8 +89,9 @@ def next_step(sweep: Sweep, path: Path, least: Least, advice: Advice | None) -> 
         if needed is None:
             return ["no verdict, and more rounds would give none: launches vary too much"]
         repeats = max(repeats, needed)
-        rounds_s = (needed - done) * seconds_of(sweep, sweep.members(done + 1))
-        seconds = rounds_s + fresh_s(sweep, least.fresh)
+        seconds = math.fsum(round_s(sweep, number) for number in range(1, done + 1))
+        seconds += (needed - done) * seconds_of(sweep, [sweep.baseline, *_contenders(sweep)])
+        seconds += fresh_s(sweep, least.fresh)
     else:
         return []
     if not seconds:
@@ -119,8 +124,8 @@ def plan_text(sweep: Sweep, least: Least, *, budget_s: float, spent_s: float) ->
             f"{plural(least.rounds, 'round')} of all settings and {least.fresh} fresh of two"
         )
         return (
-            f"budget: {budget_s:g} s is too short for a verdict: at {launch_s:.1f} s a launch, "
-            f"{takes} need --budget {with_margin(needed_s)}s"
+            f"budget: {budget_s:g} s is too short for a verdict if a launch takes "
+            f"{launch_s:.1f} s, as so far: {takes} need --budget {with_margin(needed_s)}s"
         )
     room = math.floor((budget_s - spent_s) / launch_s)
     least_room = math.ceil((needed_s - spent_s) / launch_s - 1e-9)

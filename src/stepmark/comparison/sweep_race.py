@@ -77,9 +77,9 @@ def reopen(journal: Journal) -> None:
 
 def has_repeats(path: Path, sweep: Sweep) -> bool:
     """Return whether other machines show how launches of this command vary."""
-    sides, _ = _sides(path, sweep, range(1, sweep.last_round + 1))
+    sides, _ = _sides(path, sweep, range(1, 2))
     every = [series for side in sides.values() for series in side.series]
-    return bool(every) and all(series.noise for series in every)
+    return any(series.noise for series in every)
 
 
 def _standing(path: Path, sweep: Sweep, rounds: int) -> tuple[list[str], bool]:
