@@ -20,7 +20,7 @@ from stepmark.cases.sweep import Outcome, Selection
 from stepmark.comparison import sweep as app
 from stepmark.comparison import sweep_budget, sweep_race, sweep_results, sweep_run
 from stepmark.comparison.comparison import Comparison
-from stepmark.comparison.recommendation import advise
+from stepmark.comparison.recommendation import advise, text_of
 from stepmark.comparison.sweep_options import SweepOptions
 from stepmark.comparison.sweep_run import make
 from stepmark.ground.options import build
@@ -241,6 +241,9 @@ def test_a_busy_host_needs_no_larger_budget(tmp_path: Path, launches: Launches) 
     result = sweep_race.compare_settings(journal.path, journal.sweep)
     assert result is not None
     busy = advise(of_busy_hosts(result.comparison), min_gain=0.01)
+    assert text_of(busy, {})[-2] == (
+        "keep the default: nothing can be recommended because other work ran on this host"
+    )
     needed = sweep_budget.least(has_repeats=True)
     assert sweep_budget.next_step(journal.sweep, journal.path, needed, busy) == [
         "no verdict: repeat the sweep while no other work runs on this host"

@@ -345,7 +345,11 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
         elif advice.is_unconfirmed:
             tests = "what was selected has no fresh rounds"
         elif not advice.num_tests:
-            tests = "nothing can be recommended because how repeats differ is not known"
+            is_busy = any(pick.ratio and pick.ratio.reason == BUSY for pick in advice.picks)
+            why = (
+                "other work ran on this host" if is_busy else "how repeats differ is not known"
+            )
+            tests = f"nothing can be recommended because {why}"
         lines.append(f"keep {keep}: {_slowest(advice)}{tests}")
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
         return lines
