@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepmark.ground.launches import Row, Sample
+from stepmark.ground.variance import Variance
 
 SD = 0.01  # of a launch, unless said otherwise
 ROWS = 68
@@ -24,6 +25,11 @@ def lognormal(draw: random.Random, sd: float) -> float:
 def bimodal(draw: random.Random, sd: float) -> float:
     """One launch in five is 4 % slower."""
     return draw.gauss(0, sd) + (0.04 if draw.random() < 0.2 else 0.0)
+
+
+def slow(draw: random.Random, sd: float) -> float:
+    """One launch in five is 10 % slower."""
+    return draw.gauss(0, sd) + (0.1 if draw.random() < 0.2 else 0.0)
 
 
 def heavy(draw: random.Random, sd: float) -> float:
@@ -53,12 +59,14 @@ def blocks(a: Sequence[float], b: Sequence[float]) -> Row:
     )
 
 
-def rounds(a: Sequence[float], b: Sequence[float]) -> Row:
+def rounds(a: Sequence[float], b: Sequence[float], repeats: Variance | None = None) -> Row:
+    """Return a row of a sweep. repeats: variance of a launch on other machines."""
     return Row(
         kind="",
         base=Sample(logs={str(n): log for n, log in enumerate(a)}),
         other=Sample(logs={str(n): log for n, log in enumerate(b)}),
         by_round=True,
+        repeats=repeats,
     )
 
 

@@ -28,7 +28,7 @@ from simulated_launches import (
     row,
     simulate,
 )
-from simulated_sweeps import sweeps
+from simulated_sweeps import short_sweeps, sweeps
 
 from stepmark.comparison.acceptance import accept, baseline_needed, launches_needed
 from stepmark.ground.launches import Row
@@ -312,7 +312,10 @@ def _ar1(draw: random.Random, phi: float, count: int, sd: float) -> list[float]:
     return levels
 
 
-EXPERIMENTS = (acceptance, baselines, sweeps, single_rows, tables, quiet_history, drift, wild)
+EXPERIMENTS = (
+    *(acceptance, baselines, sweeps, short_sweeps),
+    *(single_rows, tables, quiet_history, drift, wild),
+)
 
 
 def main() -> None:

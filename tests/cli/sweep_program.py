@@ -49,7 +49,7 @@ def written(folder: str, speed: float) -> None:
     info["run_id"] = run_id
     variables = info["environment"]["variables"]
     variables |= {name: os.environ.get(name, "") for name in variables}
-    noise = random.Random(os.getpid())
+    noise = random.Random(os.path.basename(folder))  # by round and setting
     os.makedirs(f"{folder}/{run_id}")
     with open(f"{folder}/{run_id}/run.json", "w") as file:
         json.dump(info, file)

@@ -49,7 +49,7 @@ def sweep_of(*kinds: str, repeats: int = 2, timeout_s: float = 20.0, schema: int
 
 
 @functools.cache
-def made_up_run() -> str:
+def made_up_run(method: str) -> str:
     """Return what the program writes, but for times: a run, records, and those of `other`."""
     info = codec.encode_run(comm_run(2, KIND="", **{ROUND: ""}))
     records = [
@@ -61,11 +61,20 @@ def made_up_run() -> str:
         ]
         for skew_s in (0.0, 1e-3)
     ]
+    for record in (*records[0], *records[1]):
+        record["samples"]["method"] = method
     return json.dumps([json.loads(info), *records])
 
 
-def means(folder: Path, said: list[str] | None = None, **more: object) -> RunSettings:
-    (folder / "made-up-run.json").write_text(made_up_run())
+def means(
+    folder: Path,
+    said: list[str] | None = None,
+    *,
+    method: str = "comm-queued-ahead/1",
+    **more: object,
+) -> RunSettings:
+    """method: of these records; other machines show how launches of "queued-ahead/1" vary."""
+    (folder / "made-up-run.json").write_text(made_up_run(method))
     base = environment() | {
         "SWEEP_PROGRAM": str(folder),
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",

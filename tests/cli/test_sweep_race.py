@@ -64,7 +64,7 @@ def test_losers_are_dropped_and_the_winner_is_confirmed(tmp_path: Path) -> None:
         assert read_info(folder).environment.variables[ROUND] == str(attempt.round)
     # KIND is swept: that it differs is no surprise.
     assert {attempt.differs for attempt in sweep.tries} == {()}
-    assert "selected: KIND=fast; 3 fresh rounds follow" in remarks
+    assert "selected: KIND=fast; 3 fresh rounds to confirm the gain" in remarks
     last = f"fresh round {sweep.last_round}, "
     assert remarks[-1].startswith(f"[{len(sweep.tries)}/{len(sweep.tries)}] {last}")
 
@@ -298,43 +298,20 @@ def test_a_sweep_has_one_writer(tmp_path: Path) -> None:
             Journal.create(tmp_path, sweep_of("fast"))
 
 
-def test_a_budget_ends_after_whole_rounds(tmp_path: Path) -> None:
-    said: list[str] = []
-    with Journal.create(tmp_path, sweep_of("fast", repeats=50)) as journal:
-        make(journal, means(tmp_path, said, budget_s=0.01), [])
-        assert len(journal.sweep.tries) == 2
-    assert said[-1] == "budget: 1 of 50 rounds"
-
-
-def test_a_budget_leaves_room_for_fresh_rounds(tmp_path: Path) -> None:
-    """Two settings: a round takes two launches, three fresh rounds take six."""
-    remarks: list[str] = []
-    with Journal.create(tmp_path, sweep_of("equal", repeats=3)) as journal:
-        make(journal, means(tmp_path, remarks, budget_s=1e-9), [])
-        long = [dataclasses.replace(one, seconds=30.0) for one in journal.sweep.tries]
-        journal.change(tries=tuple(long))
-        make(journal, means(tmp_path, remarks, budget_s=235.0), [])  # room for 7 launches
-        assert len(journal.sweep.tries) == 2
-        assert remarks[-1] == "budget: 1 of 3 rounds"
-        assert journal.sweep.selection is None, "more rounds may follow"
-        make(journal, means(tmp_path, remarks, budget_s=245.0), [])
-        assert len(journal.sweep.tries) >= 4
-
-
 def test_a_budget_that_ends_the_race_selects_what_is_certain(tmp_path: Path) -> None:
     wanted = sweep_of("fast", "fast2", repeats=3)  # as fast as each other: not decided
     with Journal.create(tmp_path, wanted) as journal:
         make(journal, means(tmp_path), [])
         tries = tuple(t for t in journal.sweep.tries if t.round <= 3)
         journal.change(tries=tries, selection=None, repeats=50)
-        assert sweep_race.launches_of_round(journal.sweep, 4) == 3 + 6
-        assert sweep_race.decide(journal, 3, launches=9) == []
-        (remark,) = sweep_race.decide(journal, 3, launches=8)
+        # Launches of 1 s: three of a round, six of the least fresh rounds.
+        journal.change(tries=tuple(dataclasses.replace(t, seconds=1.0) for t in tries))
+        assert sweep_race.decide(journal, 3, left_s=9.0) == []
+        (remark,) = sweep_race.decide(journal, 3, left_s=8.0)
     assert remark.startswith("selected: KIND=fast")
     selection = journal.sweep.selection
     assert selection is not None
     assert (selection.rounds, selection.fresh) == (3, 3)
-    assert sweep_race.launches_of_round(journal.sweep, 4) == 1 + len(selection.settings)
 
 
 def test_a_resumed_sweep_knows_how_long_its_rounds_were(tmp_path: Path) -> None:
@@ -346,7 +323,7 @@ def test_a_resumed_sweep_knows_how_long_its_rounds_were(tmp_path: Path) -> None:
         journal.change(tries=(*slow, cut), repeats=3)
         make(journal, means(tmp_path, said, budget_s=59.0), [])  # a round took 2 x 30 s
         assert len(journal.sweep.done) == 4
-        assert said == ["budget: 2 of 3 rounds"]
+        assert said == ["budget: 2 of 3 rounds"], "a sweep without a race has no plan"
         make(journal, means(tmp_path, said, budget_s=90.0), [])
         assert len(journal.sweep.done) == 6
 

@@ -12,11 +12,13 @@ from validation import launch_noise as derived
 from stepmark.cli.main import status
 from stepmark.comparison.compare import Options, compare
 from stepmark.comparison.compare_verb import sides
-from stepmark.comparison.comparison import Comparison
-from stepmark.comparison.launch_noise import load_noises, noise_of
+from stepmark.comparison.comparison import Comparison, Series
+from stepmark.comparison.launch_noise import load_noises, noise_of, noise_on_host
 from stepmark.comparison.series import InputDefaults
+from stepmark.comparison.sweep_race import side_by_round
 from stepmark.ground.ratio import Ratio, Verdict
 from stepmark.ground.units import GIB, KIB, MIB
+from stepmark.store import sweeps
 from stepmark.text_tables import find
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -127,3 +129,67 @@ def test_a_table_against_itself_is_the_same() -> None:
     comparison = compared(table(1), table(1))
     assert {ratio.verdict for ratio in ratios(comparison)} == {Verdict.SAME}
     assert comparison.overall[0].ratio.verdict is Verdict.SAME
+
+
+def series_of(**fields: object) -> Series:
+    values = {"a": (1.0,) * 20, "b": (1.0,) * 20}
+    given = {"method": "queued-ahead/1", "device_type": "cuda", **fields}
+    return Series(fields=given, size_bytes=8 * MIB, launches=values)  # type: ignore[arg-type]
+
+
+def test_a_sweep_has_the_noise_of_repeated_runs_and_that_of_its_own_samples() -> None:
+    quiet = noise_on_host(series_of())
+    assert quiet is not None
+    assert 0.002 < math.sqrt(quiet.value) < 0.02
+    noisy = replace(series_of(), launches={"a": tuple(1 + 0.1 * (n % 2) for n in range(20))})
+    wide = noise_on_host(noisy)
+    assert wide is not None
+    assert math.sqrt(wide.value) > 0.02
+    assert wide.df == quiet.df
+    assert noise_on_host(series_of(device_type="cpu")) is None
+    assert noise_on_host(series_of(method="blocking/1")) is None
+    assert noise_on_host(replace(series_of(), size_bytes=None)) is None
+    assert noise_on_host(replace(series_of(), launches={})) is None
+
+
+def test_rounds_of_the_published_sweeps_rarely_differ_by_chance() -> None:
+    """Each setting against itself: a round as the baseline, the next as the other side."""
+    wrong = tables = 0
+    for file in sorted(RESULTS.glob("*/sweep.json")):
+        sweep = sweeps.read(file.parent)
+        for setting in sweep.settings:
+            runs = [t.run for t in sweep.tries if t.setting == setting.name]
+            rounds = [side_by_round(setting, file.parent / "runs", {run: 1}) for run in runs]
+            for base, other in itertools.pairwise(rounds):
+                named = [replace(base, name="base"), replace(other, name="other")]
+                found = ratios(compare(named, Options()))
+                wrong += any(ratio.verdict in CERTAIN for ratio in found)
+                tables += 1
+    assert tables > 40
+    assert wrong <= 1
+
+
+def test_verdicts_of_one_round_are_those_of_all_five_in_the_published_sweeps() -> None:
+    agreed = 0
+    for file in sorted(RESULTS.glob("*/sweep.json")):
+        sweep = sweeps.read(file.parent)
+        rounds = {
+            setting: {t.run: t.round for t in sweep.tries if t.setting == setting.name}
+            for setting in sweep.settings
+        }
+        folder = file.parent / "runs"
+        base, *others = rounds
+        for other in others:
+            both = [side_by_round(each, folder, rounds[each]) for each in (base, other)]
+            whole = ratios(compare(both, Options()))
+            for number in range(1, sweep.repeats + 1):
+                single = [
+                    side_by_round(
+                        each, folder, {run: n for run, n in rounds[each].items() if n == number}
+                    )
+                    for each in (base, other)
+                ]
+                pairs = list(zip(ratios(compare(single, Options())), whole, strict=True))
+                agreed += sum(one.verdict in CERTAIN for one, _ in pairs)
+                assert all(a.verdict is b.verdict for a, b in pairs if a.verdict in CERTAIN)
+    assert agreed > 200

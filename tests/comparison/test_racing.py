@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from stepmark.comparison.racing import (
-    FIRST_LOOK,
     LEAST_FRESH,
+    LEAST_ROUNDS,
     WRONGLY_DROPPED,
     RaceState,
     fresh_rounds,
@@ -104,7 +104,7 @@ def test_a_race_that_is_open_is_not_decided() -> None:
 
 def test_looks_spend_no_more_than_the_error_of_the_race() -> None:
     for num_settings in (1, 8):
-        levels = [level(rounds, num_settings) for rounds in range(FIRST_LOOK, 1000)]
+        levels = [level(rounds, num_settings) for rounds in range(1, 1000)]
         assert levels == sorted(levels, reverse=True)
         assert sum(levels) * num_settings == pytest.approx(WRONGLY_DROPPED, rel=0.01)
         assert sum(levels) * num_settings < WRONGLY_DROPPED
@@ -119,7 +119,7 @@ def test_many_looks_rarely_drop_what_is_the_fastest() -> None:
     wrong, count = 0, 100
     for seed in range(count):
         logs = logs_of(Random(seed), {"a": [0.01]}, 30, sd=0.1)
-        wrong += any(after(logs, rounds).dropped for rounds in range(FIRST_LOOK, 31))
+        wrong += any(after(logs, rounds).dropped for rounds in range(LEAST_ROUNDS, 31))
     # Three standard errors of a share in so few races (binomial).
     error = math.sqrt(WRONGLY_DROPPED * (1 - WRONGLY_DROPPED) / count)
     assert wrong / count <= WRONGLY_DROPPED + 3 * error
@@ -132,7 +132,7 @@ def test_the_drop_of_one_of_many_counts_all_that_may_be_the_fastest() -> None:
         logs = logs_of(Random(seed), {name: [0.05] for name in "abcdefgh"}, 6, sd=0.1)
         races += 8
         gone: set[str] = set()
-        for rounds in range(FIRST_LOOK, 7):
+        for rounds in range(LEAST_ROUNDS, 7):
             gone |= after(logs, rounds, gain=0.0).dropped
         dropped += len(gone)
     assert dropped / races <= 0.015
@@ -142,7 +142,7 @@ def test_small_gains_and_wide_noise_need_more_fresh_rounds() -> None:
     def rounds(gain: float, sd: float) -> int:
         logs = logs_of(Random(3), {"fast": [gain] * SIZES}, 5, sd=sd)
         gains = judge(list(rows_of(logs, 5)["fast"].values()))
-        return fresh_rounds(gains, rounds=5, most=20)
+        return fresh_rounds(gains, rounds=5, least=LEAST_FRESH, most=20)
 
     assert rounds(0.3, 0.01) == LEAST_FRESH
     assert LEAST_FRESH < rounds(0.05, 0.015) < 20
@@ -165,23 +165,25 @@ def test_as_many_fresh_rounds_as_now_have_the_distribution_of_now() -> None:
             se_log=se_log,
             df=df,
         )
-        return fresh_rounds([gain], rounds=rounds, most=20)
+        return fresh_rounds([gain], rounds=rounds, least=LEAST_FRESH, most=20)
 
     assert needed(1.001 * limit) == rounds
     assert needed(0.999 * limit) > rounds
 
 
-def test_fresh_rounds_are_three_at_least() -> None:
+def test_fresh_rounds_are_as_many_as_the_least() -> None:
     logs = logs_of(Random(3), {"fast": [0.3] * SIZES}, 2)
     gains = judge(list(rows_of(logs, 2)["fast"].values()))
-    assert fresh_rounds(gains, rounds=2, most=1) == LEAST_FRESH
+    for least in (1, LEAST_FRESH):
+        assert fresh_rounds(gains, rounds=2, least=least, most=1) == least
+    assert fresh_rounds(gains, rounds=2, least=1, most=5) > 1, "one round shows no noise"
 
 
 def test_the_derived_fresh_rounds_confirm() -> None:
     """Simulated: where the gains are as large as they were seen, nearly all are certain."""
     logs = logs_of(Random(3), {"fast": [0.05] * SIZES}, 5, sd=0.015)
     gains = judge(list(rows_of(logs, 5)["fast"].values()))
-    count = fresh_rounds(gains, rounds=5, most=20)
+    count = fresh_rounds(gains, rounds=5, least=LEAST_FRESH, most=20)
     certain = 0
     for seed in range(20):
         fresh = logs_of(Random(100 + seed), {"fast": [0.05] * SIZES}, count, sd=0.015)

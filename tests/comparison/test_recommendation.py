@@ -202,7 +202,7 @@ def test_what_was_dropped_is_not_considered() -> None:
     comparison = compare(both, Options(allowed=STRICT))
     advice = confirm(advise(comparison, min_gain=0.01, dropped={"B": 2}), None, 0)
     assert advice.considered == ()
-    assert text_of(advice, {}) == ["keep the default: no other setting is the fastest anywhere"]
+    assert text_of(advice, {}) == ["keep the default: no other is the fastest anywhere"]
 
 
 def test_three_rounds_find_what_is_large() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from stepmark.ground.launches import Order, Row, Sample
 from stepmark.ground.ratio import Ratio, Verdict, t_cdf
+from stepmark.ground.variance import Variance
 from stepmark.ground.verdicts import judge, judge_mean
 
 TOLD = (Verdict.FASTER, Verdict.SLOWER)
@@ -85,7 +86,7 @@ def test_the_order_of_launches() -> None:
     assert in_time([0.0, 0.0], [0.0, 0.0], [1, 3, 2, 4]).order is Order.MIXED
     assert row([0.0, 0.0], [0.0, 0.0]).order is Order.UNKNOWN
     assert row([0.0, 0.0], [0.0, 0.0], by_round=True).order is Order.PAIRED
-    assert row([0.0], [0.0], by_round=True).order is Order.UNKNOWN
+    assert row([0.0], [0.0], by_round=True).order is Order.PAIRED
 
 
 def test_blocks_have_drift_and_rounds_have_none() -> None:
@@ -312,3 +313,66 @@ def test_more_than_a_thousand_launches_are_not_asked_for(
     (ratio,) = judge([stated(0.05, noise)])
     assert ratio.verdict is Verdict.CANNOT_TELL
     assert ratio.launches == expected
+
+
+REPEATS = Variance(0.015**2, 5)
+
+
+def of_rounds(a: Sequence[float], b: Sequence[float], repeats: Variance | None) -> Ratio:
+    (ratio,) = judge([dataclasses.replace(row(a, b, by_round=True), repeats=repeats)])
+    return ratio
+
+
+def test_one_round_is_judged_by_repeats_on_other_machines() -> None:
+    """A verdict is possible from ten standard deviations on, and says what it rests on."""
+    assert of_rounds([0.3], [0.0], None).verdict is Verdict.CANNOT_TELL
+    seen = of_rounds([0.3], [0.0], REPEATS)
+    assert seen.verdict is Verdict.FASTER
+    assert seen.reason == "noise 1.5% of repeats"
+    assert of_rounds([0.0], [0.15 * math.sqrt(2)], REPEATS).verdict is Verdict.SLOWER
+    assert of_rounds([0.1], [0.0], REPEATS).verdict is Verdict.CANNOT_TELL
+    noisier = Variance(0.06**2, 5)
+    assert of_rounds([0.3], [0.0], noisier).verdict is Verdict.CANNOT_TELL
+
+
+def test_own_rounds_outweigh_repeats_as_they_become_more() -> None:
+    """Of a machine that is four times as noisy as the repeats, and of one that is quieter."""
+    draw = random.Random(6)
+    widths = {}
+    for count in (2, 5, 40):
+        for sd in (0.002, 0.06):
+            sides = (launches(draw, count, sd), launches(draw, count, sd))
+            widths[count, sd] = width(of_rounds(*sides, REPEATS)) * math.sqrt(count)
+    assert widths[5, 0.06] > widths[5, 0.002]
+    assert widths[40, 0.06] > 3 * widths[40, 0.002]
+    assert widths[40, 0.002] < widths[5, 0.002] < widths[2, 0.002]
+
+
+def test_rows_that_show_their_noise_need_no_repeats() -> None:
+    draw = random.Random(7)
+    rows = [row(launches(draw, 3), launches(draw, 3), by_round=True) for _ in range(10)]
+    loud = Variance(1.0, 5)
+    with_repeats = [dataclasses.replace(each, repeats=loud) for each in rows]
+    assert judge(with_repeats) == judge(rows)
+    assert judge_mean(with_repeats) == judge_mean(rows)
+
+
+def test_one_or_two_rounds_may_be_slow_and_three_are_not() -> None:
+    """What all rows share, up to 10 %, is no verdict; a row that differs from them is."""
+    slow = [of_rounds([0.08] * n, [0.0005 * k for k in range(n)], REPEATS) for n in (1, 2, 3)]
+    assert [ratio.slow > 0 for ratio in slow] == [True, True, False]
+    rows = [row([x], [0.0], by_round=True) for x in (0.2, 0.0, 0.01, -0.01)]
+    ratios = judge([dataclasses.replace(each, repeats=REPEATS) for each in rows])
+    assert ratios[0].verdict is Verdict.FASTER
+    assert {ratio.verdict for ratio in ratios[1:]} == {Verdict.CANNOT_TELL}
+    assert ratios[0].slow < 0.01
+    assert (ratios[0].p_faster or 0.0) < 0.001 < (ratios[1].p_faster or 0.0)
+
+
+def test_the_mean_of_few_rounds_rests_on_repeats() -> None:
+    rows = [row([0.3], [0.0], by_round=True) for _ in range(3)]
+    assert judge_mean(rows) is None
+    mean = judge_mean([dataclasses.replace(each, repeats=REPEATS) for each in rows])
+    assert mean is not None
+    assert mean.verdict is Verdict.FASTER
+    assert mean.reason.endswith("of repeats")

@@ -31,8 +31,9 @@ class Sweep(Comparison):
         sweep = sweeps.read(path)
         result = compare_settings(path, sweep)
         failed = sweep_results.failed_lines(sweep, path)
+        lines = [*failed, *sweep_results.closing_lines(result, sweep, path)]
         if result is None:
-            raise StepmarkError("\n".join([*failed, sweep_results.NOTHING_TO_COMPARE]))
+            raise StepmarkError("\n".join(lines))
         super().__init__(result.comparison)
         self.path = path
         self.settings = tuple(setting.name for setting in sweep.settings)
@@ -41,7 +42,7 @@ class Sweep(Comparison):
         self.failed = {name: str(last.outcome) for name, last in sweep.failed.items()}
         self.fresh = Comparison(result.fresh) if result.fresh else None
         self._result = result
-        self._lines = [*failed, *sweep_results.advice_lines(result.advice, sweep)]
+        self._lines = lines
 
     def show(self) -> None:
         """Print what `stepmark sweep` prints."""

@@ -31,7 +31,7 @@ from stepmark.ground.ratio import (
     holm,
 )
 from stepmark.ground.units import KIB, MIB
-from stepmark.ground.variance import Variance, total
+from stepmark.ground.variance import Variance
 from stepmark.ground.verdicts import judge, judge_mean
 
 # Sizes at which collectives vary differently: latency, protocols, bandwidth.
@@ -65,6 +65,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
         names = ", ".join(side.name for side in sides)
         raise ConfigError("sides", names, "different names, e.g. tcp=a.txt plugin=b.txt")
     sides, options = _named_apart(sides, options)
+    by_round = all(side.by_round for side in sides)
     base, *others = sides
     cells: dict[int, dict[str, Cell]] = {}
     means: list[Overall] = []
@@ -82,8 +83,10 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
             row[other.name] = _cell(_completed(other_series, base_series), judged, options)
         if mean := _overall(base, other, both, options):
             means.append(mean)
-        for differences in (_basis_notes, _order_notes, _soak_notes, _busy_notes):
+        for differences in (_basis_notes, _soak_notes, _busy_notes):
             notes += differences(base.name, other.name, both)
+        if not by_round:
+            notes += _order_notes(base.name, other.name, both)
     lines = tuple(
         Line(fields=first.fields, size_bytes=first.size_bytes, unit=first.unit, cells=row)
         for first, row in ((base.series[place], cells[place]) for place in sorted(cells))
@@ -94,6 +97,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
         lines=lines,
         overall=tuple(means),
         notes=tuple(dict.fromkeys(notes)),
+        by_round=by_round,
         too_slow=_too_slow(lines, options),
         fail_if_slower=options.fail_if_slower,
     )
@@ -190,7 +194,8 @@ def _mean_noise(first: Series, second: Series) -> Variance | None:
     """Return the mean variance of a launch of both sides, by repeats of such tables."""
     if first.noise is None or second.noise is None:
         return None
-    return total([first.noise.scaled(0.5), second.noise.scaled(0.5)])
+    value = (first.noise.value + second.noise.value) / 2
+    return Variance(value, min(first.noise.df, second.noise.df))  # the same repeats of both
 
 
 def _sample(side: Side, series: Series, options: Options) -> Sample:

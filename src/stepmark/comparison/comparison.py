@@ -97,12 +97,13 @@ class Overall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Sides against a baseline, the first of `names`."""
+    """Sides against a baseline, the first of `names`. by_round: settings of a sweep."""
 
     names: tuple[str, ...]
     lines: tuple[Line, ...]
     overall: tuple[Overall, ...] = ()
     notes: tuple[str, ...] = ()  # what differs, what is unpaired, how sources were read
+    by_round: bool = False
     # Lines (by place) and sides that are slower than allowed; None without a limit.
     too_slow: tuple[tuple[int, str], ...] | None = None
     fail_if_slower: float | None = None  # the limit, as a share of the time

@@ -3,7 +3,7 @@
 `speed` is always B's speed over the baseline's: above 1 is faster.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -268,12 +268,14 @@ def closing(comparison: Comparison) -> list[str]:
         sentences.append(
             f"judged as a table: {FALSE_SHARE:.1%} of faster and slower are wrong on average"
         )
-    if any(ratio.reason.endswith(OF_REPEATS) for ratio in ratios):
+    if comparison.by_round:
+        sentences += _of_few_rounds(ratios)
+    elif any(ratio.reason.endswith(OF_REPEATS) for ratio in ratios):
         sentences.append(
             "one value is as noisy as on other machines on which such tables were repeated: "
             "--noise 2% states what yours is"
         )
-    if any(ratio.low is None for ratio in ratios):
+    if any(ratio.low is None for ratio in ratios) and not comparison.by_round:
         sentences.append(
             "no verdict without repeats: give several launches a side (A1,A2,A3), a run with "
             "several (--noise-from RUN), or how much one varies (--noise 2%)"
@@ -291,6 +293,17 @@ def closing(comparison: Comparison) -> list[str]:
             + (f"; {left} without an interval were not tested" if left else "")
         )
     return sentences
+
+
+def _of_few_rounds(ratios: Sequence[Ratio]) -> Iterator[str]:
+    """Yield what the verdicts of a sweep rest on that has too few rounds to show its noise."""
+    if any(ratio.repeats_df for ratio in ratios):
+        yield (
+            "these rounds are too few to show how launches vary: they count as noisy as the "
+            "noisiest repeats on other machines (docs/definitions.md, Sweeps)"
+        )
+    if any(ratio.low is None for ratio in ratios):
+        yield "one round does not show how launches vary, and no repeats on other machines do"
 
 
 def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:

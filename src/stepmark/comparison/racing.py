@@ -1,13 +1,14 @@
 """A race of settings in rounds: which are dropped, when it is decided, how it is confirmed.
 
-After each round from FIRST_LOOK on, a setting is dropped if at every line (size) it is
+After each round a setting is dropped if at every line (size) it is
 certainly not faster by the gain that counts than the fastest one there, or than the baseline
 where it is the fastest itself. The test of a look is one-sided. All looks together drop a given
 setting, which is the fastest somewhere by more than that gain, with probability WRONGLY_DROPPED
 at most: look k may spend 1 / (k (k + 1)) of it, the sum of which is 1 for any number of looks
 (Lan and DeMets, Biometrika 70, 1983), divided by the number of settings that may be the fastest
 one (Bonferroni). Lines need no correction, because a setting is dropped only if it is beaten at
-all of them (Berger, Technometrics 24, 1982).
+all of them (Berger, Technometrics 24, 1982). One round shows no variance: it is judged only
+where repeats on other machines do.
 validation/verdicts.py counts the errors.
 """
 
@@ -21,8 +22,8 @@ from stepmark.ground.ratio import CONFIDENCE, Ratio, Verdict, t_quantile
 from stepmark.ground.verdicts import judge
 
 WRONGLY_DROPPED = 0.01
-FIRST_LOOK = 2  # rounds, fewer of which show no variance
-LEAST_FRESH = 3  # fresh rounds that confirm a gain
+LEAST_ROUNDS = 2  # that show a variance
+LEAST_FRESH = 3  # fresh rounds that confirm a gain, if the budget has room for them
 _POWER = 0.9  # with which a gain that is as large as it was seen is confirmed
 
 Lines = Mapping[int, Row]  # a setting against the baseline, by line; a launch is a round
@@ -37,9 +38,8 @@ class RaceState:
 
 
 def level(rounds: int, num_settings: int) -> float:
-    """Return the level of the test of one setting after these rounds, FIRST_LOOK or more."""
-    num_looks = rounds - FIRST_LOOK + 1
-    return WRONGLY_DROPPED / (num_looks * (num_looks + 1)) / num_settings
+    """Return the level of the test of one setting after these rounds."""
+    return WRONGLY_DROPPED / (rounds * (rounds + 1)) / num_settings
 
 
 def standing(
@@ -50,8 +50,8 @@ def standing(
     settings: those that are still in the race, apart from the baseline. num_settings: how many
     began, apart from the baseline. gain: a share of the time; smaller differences do not count.
     """
-    if rounds < FIRST_LOOK or not settings:
-        return RaceState(dropped=frozenset(), is_decided=not settings)
+    if not settings:
+        return RaceState(dropped=frozenset(), is_decided=True)
     fastest = _fastest(settings)
     p_limit = level(rounds, num_settings)
     beaten = {name: _beaten(name, settings, fastest, p_limit, gain) for name in settings}
@@ -150,16 +150,16 @@ def _is_decided(
     return True
 
 
-def fresh_rounds(gains: Sequence[Ratio], *, rounds: int, most: int) -> int:
+def fresh_rounds(gains: Sequence[Ratio], *, rounds: int, least: int, most: int) -> int:
     """Return how many fresh rounds confirm these gains, if launches vary as those of now.
 
-    gains: ratios over `rounds` rounds. At least LEAST_FRESH; `most` if that is more and fewer
-    do not confirm all of them.
+    gains: ratios over `rounds` rounds. At least `least`; `most` if that is more and fewer do
+    not confirm all of them.
     """
-    counts = range(LEAST_FRESH, most + 1)
+    counts = range(least, most + 1)
     return next(
         (count for count in counts if all(_confirms(g, gains, rounds, count) for g in gains)),
-        max(LEAST_FRESH, most),
+        max(least, most),
     )
 
 
@@ -168,6 +168,9 @@ def _confirms(gain: Ratio, gains: Sequence[Ratio], rounds: int, count: int) -> b
     if gain.se_log is None or gain.df is None:
         return False
     error = gain.se_log * math.sqrt(rounds / count)
-    df = max(1, gain.df * (count - 1) // max(1, rounds - 1))
+    own_df = (gain.df - gain.repeats_df) * (count - 1) // max(1, rounds - 1)
+    df = max(1, gain.repeats_df + own_df)
     p_row = 1 - (1 - CONFIDENCE) / len(gains)
-    return math.log(gain.speed) >= (t_quantile(p_row, df) + t_quantile(_POWER, df)) * error
+    slow = gain.slow if count < LEAST_FRESH else 0.0
+    needed = slow + (t_quantile(p_row, df) + t_quantile(_POWER, df)) * error
+    return math.log(gain.speed) >= needed

@@ -10,7 +10,7 @@ interval are theirs.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress, groupby, pairwise
 
 from stepmark.cases.sweep import cut
@@ -18,8 +18,10 @@ from stepmark.comparison.comparison import Comparison, Line
 from stepmark.comparison.comparison_text import ratio_of, ratio_text
 from stepmark.ground.ratio import BUSY, CONFIDENCE, Ratio, Verdict, holm
 from stepmark.ground.units import format_bytes
+from stepmark.job_logs.nccl_log.network_rules import comma_list
 
 _UNCONFIRMED = "unconfirmed"
+_P_PROMISING = 0.1  # one-sided, of a gain that more rounds may confirm
 _OF_RATIO = ("speed", "low", "high")
 # Fields that a label shows without their name, in this order.
 _PLAIN = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "pair")
@@ -60,7 +62,10 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """Advice for a sweep. `single` is a setting that wins somewhere and loses nowhere."""
+    """Advice for a sweep. `single` is a setting that wins somewhere and loses nowhere.
+
+    slower: settings that are certainly slower than the baseline somewhere, and by how much.
+    """
 
     baseline: str
     considered: tuple[str, ...]  # settings that could have won
@@ -70,6 +75,7 @@ class Advice:
     num_tests: int
     min_gain: float
     left_out: Mapping[str, str]  # settings that are not considered, and why
+    slower: Mapping[str, str] = field(default_factory=dict)
     fresh: int = 0  # rounds that confirmed the gains; 0: none did
 
     @property
@@ -77,6 +83,31 @@ class Advice:
         """Return the settings that win a line, in the order in which they are considered."""
         winners = {pick.winner for pick in self.picks}
         return tuple(name for name in self.considered if name in winners)
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """Return whether what was selected has no fresh rounds yet."""
+        return not self.fresh and any(p.reason.startswith(_UNCONFIRMED) for p in self.picks)
+
+    @property
+    def unsure(self) -> tuple[Ratio, ...]:
+        """Return the ratios without which there is no verdict; none where there is one.
+
+        There is one when a gain was confirmed or refuted, and when settings are certainly
+        slower and no other looks faster.
+        """
+        if any(pick.winner for pick in self.picks) or self.fresh:
+            return ()
+        best = [pick.ratio for pick in self.picks if pick.ratio]
+        if promising := [ratio for ratio in best if _is_promising(ratio, self.min_gain)]:
+            return tuple(promising)
+        return () if self.slower else tuple(r for r in best if r.verdict is Verdict.CANNOT_TELL)
+
+
+def _is_promising(ratio: Ratio, min_gain: float) -> bool:
+    """Return whether it looks faster, with a chance of one in ten if it were not."""
+    p = p_faster(ratio)
+    return ratio.speed >= 1 + min_gain and (p is None or p <= _P_PROMISING)
 
 
 def advise(
@@ -119,7 +150,20 @@ def advise(
         num_tests=len(tested),
         min_gain=min_gain,
         left_out=out,
+        slower=_slower(comparison.lines, [name for name in others if name not in out]),
     )
+
+
+def _slower(lines: Sequence[Line], names: Sequence[str]) -> dict[str, str]:
+    """Return by how much settings are certainly slower, by name."""
+    texts = {}
+    for name in names:
+        ratios = [ratio for line in lines if (ratio := ratio_of(line, name))]
+        slow = [ratio for ratio in ratios if ratio.verdict is Verdict.SLOWER]
+        if slow:
+            where = f"on {len(slow)} of {_count(len(ratios), 'line')}"
+            texts[name] = f"{name} is slower {where}: {_gains_of(slow)}"
+    return texts
 
 
 def confirm(advice: Advice, fresh: Comparison | None, rounds: int) -> Advice:
@@ -166,8 +210,7 @@ def _identity(line: Line) -> tuple[object, ...]:
 
 def p_faster(ratio: Ratio) -> float | None:
     """Return the one-sided p of "not faster at all"; None where the spread is unknown."""
-    p_slower = None if ratio.reason == BUSY else ratio.p_slower(0.0)
-    return None if p_slower is None else 1 - p_slower
+    return None if ratio.reason == BUSY else ratio.p_faster
 
 
 def _pick(line: Line, names: Sequence[str], certain: set[str], min_gain: float) -> Pick:
@@ -292,17 +335,22 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
     assert advice.fresh or not won, "a selection is no recommendation"
     if not advice.considered:
         if advice.picks and not advice.left_out:
-            return [*lines, f"keep {keep}: no other setting is the fastest anywhere"]
+            return [*lines, f"keep {keep}: {_slowest(advice)}no other is the fastest anywhere"]
         why = "every other setting is left out"
         return [*lines, f"keep {keep}: nothing can be recommended because {why}"]
     if not won:
         tests = f"in {_count(advice.num_tests, 'comparison')} nothing is certainly faster"
-        if any(pick.reason.startswith(_UNCONFIRMED) for pick in advice.picks):
-            has_fresh = "fresh rounds do not confirm what was selected"
-            tests = has_fresh if advice.fresh else "what was selected has no fresh rounds"
+        if advice.fresh:
+            tests = "fresh rounds do not confirm what was selected"
+        elif advice.is_unconfirmed:
+            tests = "what was selected has no fresh rounds"
         elif not advice.num_tests:
-            tests = "nothing can be recommended because how repeats differ is not known"
-        lines.append(f"keep {keep}: {tests}")
+            is_busy = any(pick.ratio and pick.ratio.reason == BUSY for pick in advice.picks)
+            why = (
+                "other work ran on this host" if is_busy else "how repeats differ is not known"
+            )
+            tests = f"nothing can be recommended because {why}"
+        lines.append(f"keep {keep}: {_slowest(advice)}{tests}")
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
         return lines
     confirmed = f"confirmed by {_count(advice.fresh, 'fresh round')}"
@@ -321,6 +369,11 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
         )
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
     return [*lines, *_one_sided(won)]
+
+
+def _slowest(advice: Advice) -> str:
+    """Return which settings are slower, as the beginning of a list of reasons."""
+    return f"{comma_list(advice.slower.values(), 3)}; " if advice.slower else ""
 
 
 def _one_sided(won: Sequence[Pick]) -> list[str]:
@@ -365,8 +418,12 @@ def _range_text(entry: Range, keep: str) -> str:
 
 
 def _gains(picks: Sequence[Pick]) -> str:
-    """Return e.g. "+4.1% (3.2 to 5.0%)"; of several lines the range, and all intervals."""
-    ratios = [pick.ratio for pick in picks if pick.ratio]
+    """Return the gains of picks, such as "+4.1% (3.2 to 5.0%)"."""
+    return _gains_of([pick.ratio for pick in picks if pick.ratio])
+
+
+def _gains_of(ratios: Sequence[Ratio]) -> str:
+    """Return changes of speed with their interval; of several the range, and all intervals."""
     speeds = [ratio.speed for ratio in ratios]
     text = f"{min(speeds) - 1:+.1%}"
     text += f" to {max(speeds) - 1:+.1%}" if len(speeds) > 1 else ""

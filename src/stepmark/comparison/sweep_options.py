@@ -39,7 +39,7 @@ class Rounds:
     )
     seed: int | None = flag("of the orders [random; it is kept]", rare=True)
     timeout: Duration | None = flag("a setting that takes longer is left out [10m]")
-    budget: Duration | None = flag("no further round that would end after this")
+    budget: Duration | None = flag("time for the launches; rounds are planned to fit it")
     out: Path = flag("folder of sweeps", default=Path("sweeps"))
     resume: str | None = flag("go on with this sweep: what is missing, more rounds")
     force: bool = flag(

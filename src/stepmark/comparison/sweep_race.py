@@ -10,9 +10,12 @@ from stepmark.comparison import racing, recommendation
 from stepmark.comparison.compare import Options, compare, rows_by_line
 from stepmark.comparison.compare_verb import side_of_runs
 from stepmark.comparison.comparison import Comparison, Series, Side
+from stepmark.comparison.launch_noise import noise_on_host
 from stepmark.comparison.recommendation import Advice
 from stepmark.comparison.series import STRICT
+from stepmark.comparison.sweep_budget import fresh_s, least, round_s, seconds_of
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.units import plural
 from stepmark.store.sweeps import Journal
 
 
@@ -25,28 +28,31 @@ class Result:
     fresh: Comparison | None = None
 
 
-def decide(journal: Journal, rounds: int, *, launches: float) -> list[str]:
+def decide(journal: Journal, rounds: int, *, left_s: float) -> list[str]:
     """Drop settings after a round, and select if no further round is needed, or allowed.
 
-    launches: for how many the budget has room; for no further round of all settings if that
-    is less than these and the least fresh rounds take. Returns remarks. What is decided is
-    recorded.
+    left_s: of the budget. If a further round and the least fresh rounds take longer, what is
+    certain now is selected; if nothing is, a further round may still make it so. Returns
+    remarks. What is decided is recorded.
     """
     sweep = journal.sweep
     if not sweep.has_race or sweep.selection is not None:
         return []
     dropped, is_decided = _standing(journal.path, sweep, rounds)
+    needed = least(has_repeats=has_repeats(journal.path, sweep))
     remarks = [f"dropped: {name} is nowhere the fastest" for name in dropped]
     if dropped:
         journal.change(dropped={**sweep.dropped, **dict.fromkeys(dropped, rounds)})
     is_over = is_decided or rounds >= sweep.repeats
-    if is_over or launches < launches_of_round(journal.sweep, rounds + 1):
-        selection = _selected(journal.path, journal.sweep, rounds, launches)
+    next_s = round_s(journal.sweep, rounds + 1) + fresh_s(journal.sweep, needed.fresh)
+    if is_over or left_s < next_s:
+        selection = _selected(journal.path, journal.sweep, rounds, needed.fresh, left_s)
         if is_over or selection.settings:
             journal.change(selection=selection)
         if selection.settings:
             names = ", ".join(selection.settings)
-            remarks.append(f"selected: {names}; {selection.fresh} fresh rounds follow")
+            follow = plural(selection.fresh, "fresh round")
+            remarks.append(f"selected: {names}; {follow} to confirm the gain")
     return remarks
 
 
@@ -69,14 +75,11 @@ def reopen(journal: Journal) -> None:
     )
 
 
-def launches_of_round(sweep: Sweep, number: int) -> int:
-    """Return how many launches must be possible for a round to begin.
-
-    Before the selection they include the fresh rounds of one setting and the baseline.
-    """
-    count = len(sweep.members(number) - sweep.failed.keys())
-    reserve = 2 * racing.LEAST_FRESH if sweep.has_race and sweep.selection is None else 0
-    return count + reserve
+def has_repeats(path: Path, sweep: Sweep) -> bool:
+    """Return whether other machines show how launches of this command vary."""
+    sides, _ = _sides(path, sweep, range(1, 2))
+    every = [series for side in sides.values() for series in side.series]
+    return any(series.noise for series in every)
 
 
 def _standing(path: Path, sweep: Sweep, rounds: int) -> tuple[list[str], bool]:
@@ -95,15 +98,18 @@ def _standing(path: Path, sweep: Sweep, rounds: int) -> tuple[list[str], bool]:
     return sorted(standing.dropped), standing.is_decided and len(rows) == len(raced)
 
 
-def _selected(path: Path, sweep: Sweep, rounds: int, launches: float) -> Selection:
+def _selected(
+    path: Path, sweep: Sweep, rounds: int, least_fresh: int, left_s: float
+) -> Selection:
     """Return the settings that the first rounds select, and how many rounds confirm them."""
     result = _compared(path, sweep, range(1, rounds + 1))
     settings = result.advice.selected if result else ()
     if result is None or not settings:
         return Selection(rounds=rounds)
     gains = [pick.ratio for pick in result.advice.picks if pick.winner and pick.ratio]
-    most = int(min(sweep.repeats, launches // (1 + len(settings))))
-    fresh = racing.fresh_rounds(gains, rounds=rounds, most=most)
+    most = int(min(sweep.repeats, left_s / seconds_of(sweep, (sweep.baseline, *settings))))
+    count = min(racing.LEAST_FRESH, max(least_fresh, most))
+    fresh = racing.fresh_rounds(gains, rounds=rounds, least=count, most=most)
     return Selection(rounds=rounds, settings=settings, fresh=fresh)
 
 
@@ -175,7 +181,10 @@ def side_by_round(setting: Setting, folder: Path, rounds: Mapping[str, int]) -> 
     by_id = {Path(run).name: number for run, number in rounds.items()}
     swept = {name for name, _ in setting.variables}  # they are in the side's name
     context = {name: value for name, value in side.context.items() if name not in swept}
-    by_round = tuple(_by_round(series, by_id) for series in side.series)
+    by_round = tuple(
+        dataclasses.replace(_by_round(series, by_id), noise=noise_on_host(series))
+        for series in side.series
+    )
     return dataclasses.replace(side, series=by_round, context=context, by_round=True)
 
 
@@ -216,5 +225,7 @@ def _notes(sweep: Sweep) -> list[str]:
         f"round {number}, {name}: measured after it had failed, so later than its round"
         for number, name in sorted(failed & sweep.done)
     )
-    dropped = (f"{name} was dropped after {n} rounds" for name, n in sweep.dropped.items())
+    dropped = (
+        f"{name} was dropped after {plural(n, 'round')}" for name, n in sweep.dropped.items()
+    )
     return [*sweep.notes, *changed, *repeated, *dropped]

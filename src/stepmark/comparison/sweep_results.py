@@ -12,8 +12,9 @@ from stepmark.comparison import recommendation, sweep_run, tuner_verb
 from stepmark.comparison.comparison_page import page
 from stepmark.comparison.comparison_text import printed
 from stepmark.comparison.recommendation import Advice
+from stepmark.comparison.sweep_budget import least, next_step
 from stepmark.comparison.sweep_options import SweepOptions
-from stepmark.comparison.sweep_race import Result, compare_settings
+from stepmark.comparison.sweep_race import Result, compare_settings, has_repeats
 from stepmark.comparison.sweep_run import RunSettings
 from stepmark.comparison.tuner_verb import ProbeError
 from stepmark.ground.errors import worst
@@ -82,10 +83,10 @@ def _show(
     result = compare_settings(journal.path, sweep)
     code = 3 if sweep.failed else 0
     failed = failed_lines(sweep, journal.path)
+    lines = [*failed, *closing_lines(result, sweep, journal.path)]
     if result is None:
-        _report(*failed, NOTHING_TO_COMPARE)
+        _report(*lines)
         return 3
-    lines = [*failed, *advice_lines(result.advice, sweep)]
     _files(result, sweep, options, lines)
     if not options.to_stdout:
         print_result(result, lines)
@@ -123,6 +124,14 @@ def print_result(result: Result, lines: Sequence[str]) -> None:
         printed(result.fresh, console())
     print_text(lines)
     sys.stdout.flush()
+
+
+def closing_lines(result: Result | None, sweep: Sweep, path: Path) -> list[str]:
+    """Return the recommendation; without a verdict also the budget that would give one."""
+    needed = least(has_repeats=has_repeats(path, sweep))
+    if result is None:
+        return [NOTHING_TO_COMPARE, *next_step(sweep, path, needed, None)]
+    return [*advice_lines(result.advice, sweep), *next_step(sweep, path, needed, result.advice)]
 
 
 def advice_lines(advice: Advice, sweep: Sweep) -> list[str]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.cases.plan import ROUND
-from stepmark.cases.sweep import Outcome, Setting, Sweep, Try
+from stepmark.cases.sweep import Outcome, Setting, Try
 from stepmark.comparison import sweep_race
+from stepmark.comparison.sweep_budget import least, plan_text, round_s
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring import child
 from stepmark.store.reader import read_info
@@ -55,25 +56,25 @@ def order_of(num_settings: int, number: int, *, order: str, seed: int) -> list[i
 def make(journal: Journal, settings: RunSettings, signals: Sequence[int]) -> int | None:
     """Run what is missing of a sweep. Returns the signal that ended it early, if one did.
 
-    A new round begins only when the budget has room for it and for the fresh rounds that would
-    confirm its result, by the longest launch so far, including those before a --resume.
+    A new round begins only if it will end within the budget, by what launches have taken so
+    far, including those before a --resume. No launch begins after the budget has ended.
     """
-    started_s = time.monotonic()
+    budget = _Budget(settings)
     for number in itertools.count(1):
-        launches = _launches_left(journal.sweep, settings.budget_s, started_s)
+        budget.show_plan(journal)
         if number > 1 and all(attempt.round < number for attempt in journal.sweep.tries):
-            for remark in sweep_race.decide(journal, number - 1, launches=launches):
+            for remark in sweep_race.decide(journal, number - 1, left_s=budget.left_s):
                 settings.report(remark)
         sweep = journal.sweep
         if number > sweep.last_round or sweep.baseline in sweep.failed:
             return None
         missing = _missing(journal, number)
-        if missing and number > 1 and launches < sweep_race.launches_of_round(sweep, number):
+        if missing and number > 1 and budget.left_s < round_s(sweep, number):
             settings.report(f"budget: {number - 1} of {sweep.last_round} rounds")
             return None
         for setting in missing:
-            if signals:
-                return signals[0]
+            if signals or budget.is_over(number):
+                return signals[0] if signals else None
             attempt = _try(journal, setting, number, settings, signals)
             if attempt is None:
                 return signals[0]
@@ -81,17 +82,45 @@ def make(journal: Journal, settings: RunSettings, signals: Sequence[int]) -> int
                 sweep_race.reopen(journal)
             journal.add(attempt)
             settings.report(_line(journal, attempt))
+            budget.show_plan(journal)
             if attempt.outcome is Outcome.INTERRUPTED:
                 return signals[0]
     return None
 
 
-def _launches_left(sweep: Sweep, budget_s: float | None, started_s: float) -> float:
-    """Return for how many launches the budget has room, as long as the longest so far."""
-    if budget_s is None:
-        return math.inf
-    seconds = [t.seconds for t in sweep.tries if t.outcome is not Outcome.INTERRUPTED]
-    return (budget_s - (time.monotonic() - started_s)) // max(seconds, default=1e-9)
+class _Budget:
+    """What is left of a budget, and its plan, shown once it is known what a launch takes."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings = settings
+        self._started_s = time.monotonic()
+        self._has_plan = settings.budget_s is None
+
+    @property
+    def left_s(self) -> float:
+        if self._settings.budget_s is None:
+            return math.inf
+        return self._settings.budget_s - (time.monotonic() - self._started_s)
+
+    def is_over(self, number: int) -> bool:
+        """Return whether it ended in this round, and report it."""
+        if self.left_s > 0:
+            return False
+        self._settings.report(f"budget: it ended in round {number}")
+        return True
+
+    def show_plan(self, journal: Journal) -> None:
+        """Report what the budget has room for, once, when a launch has shown what it takes."""
+        sweep = journal.sweep
+        if self._has_plan or not any(t.outcome is Outcome.DONE for t in sweep.tries):
+            return
+        self._has_plan = True
+        is_open = sweep.has_race and sweep.selection is None
+        if self._settings.budget_s is not None and is_open:
+            needed = least(has_repeats=sweep_race.has_repeats(journal.path, sweep))
+            spent_s = self._settings.budget_s - self.left_s
+            text = plan_text(sweep, needed, budget_s=self._settings.budget_s, spent_s=spent_s)
+            self._settings.report(text)
 
 
 def _missing(journal: Journal, number: int) -> list[Setting]:

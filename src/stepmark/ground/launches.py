@@ -43,7 +43,8 @@ class Row:
     by_round: a launch is a round, and its name the same on both sides. by_step: a launch is a
     step of the same processes. noise: relative standard deviation of a launch, as stated; it
     counts where a side has a single one. repeats: variance of a launch on other machines; it
-    counts where both sides have a single one, and neither has a past.
+    counts where both sides have a single one, and neither has a past, and in rounds where too
+    few rows and launches show their own.
     """
 
     kind: Hashable
@@ -70,12 +71,12 @@ class Row:
         """Return the variance of other machines where it counts."""
         counts = {len(self.base.logs), len(self.other.logs)}
         is_bare = counts == {1} and not self.base.past and not self.other.past
-        return self.repeats if is_bare and self.noise is None else None
+        return self.repeats if is_bare and self.noise is None and not self.by_round else None
 
     @property
     def order(self) -> Order:
         names = self.base.logs.keys()
-        if self.by_round and len(names) > 1 and names == self.other.logs.keys():
+        if self.by_round and names == self.other.logs.keys():
             return Order.PAIRED
         times = [
             [sample.starts.get(launch) for launch in sample.logs]

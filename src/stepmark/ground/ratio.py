@@ -43,15 +43,25 @@ class Ratio:
     df: int | None = None  # of Student's t; None for the normal distribution
     launches: int | None = None  # per side, that would tell where the verdict cannot
     drift: float = 0.0  # part of se_log**2 that more launches do not lower
+    repeats_df: int = 0  # part of df that repeats on other machines give
+    slow: float = 0.0  # part of the logarithm that slow launches of so few may explain
 
     def p_slower(self, limit: float) -> float | None:
         """Return the one-sided p of "at most `limit` slower", a share of the time (0.05: 5 %).
 
         None where nothing is known of how launches differ.
         """
+        return self._p(-math.log(self.speed) - math.log1p(limit))
+
+    @property
+    def p_faster(self) -> float | None:
+        """Return the one-sided p of "not faster at all"."""
+        return self._p(math.log(self.speed))
+
+    def _p(self, excess: float) -> float | None:
         if self.se_log is None:
             return None
-        excess = -math.log(self.speed) - math.log1p(limit)
+        excess -= self.slow
         if self.se_log == 0:
             return 0.0 if excess > 0 else 1.0
         return 1 - t_cdf(excess / self.se_log, self.df)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_Z_95 = 1.959963984540054
+Z_95 = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
     n = len(ordered)
     if n < 6:
         return ordered[0], ordered[-1]
-    half = _Z_95 * math.sqrt(n) / 2
+    half = Z_95 * math.sqrt(n) / 2
     low = max(0, math.floor(n / 2 - half) - 1)
     high = min(n - 1, math.ceil(n / 2 + half))
     return ordered[low], ordered[high]

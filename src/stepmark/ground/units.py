@@ -88,7 +88,7 @@ def parse_share(text: str, field: str) -> float:
 
 def plural(number: int, noun: str) -> str:
     """Return e.g. "1 line", "3 lines", "2 processes"."""
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number} {noun}{ending}"
 
 

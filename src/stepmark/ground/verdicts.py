@@ -24,7 +24,7 @@ from stepmark.ground.ratio import (
     t_quantile,
 )
 from stepmark.ground.spread import Part, Spread, spread_of
-from stepmark.ground.variance import MIN_ROWS, Variance, total
+from stepmark.ground.variance import MIN_ROWS, Prior, Variance, total
 
 # Expected share of wrong verdicts among those of a table (Benjamini and Hochberg, JRSS B 57,
 # 1995), as if it had one more row: 0.4 % for a single one.
@@ -65,7 +65,8 @@ class _Difference:
     launch: variance of one launch. error: of the difference. drift: its part that more
     launches do not lower. common: what all rows of its launches share; None if unknown. gap:
     between the two states in which launches are, if they are. doubt: why there is no verdict,
-    however certain the difference is.
+    however certain the difference is. repeats_df: degrees of freedom that repeats on other
+    machines give. slow: as much as slow launches of so few may explain.
     """
 
     row: Row
@@ -76,10 +77,12 @@ class _Difference:
     common: Variance | None = None
     gap: float = 0.0
     doubt: str = ""
+    repeats_df: int = 0
+    slow: float = 0.0
 
     @property
     def p(self) -> float:
-        t = abs(self.log_speed) / math.sqrt(self.error.value)
+        t = max(0.0, abs(self.log_speed) - self.slow) / math.sqrt(self.error.value)
         return 2 * (1 - t_cdf(t, max(1, math.floor(self.error.df))))
 
 
@@ -153,26 +156,42 @@ def _by_repeats(row: Row, launch: Variance) -> _Difference:
 
 
 def _paired(rows: Sequence[Row]) -> Iterable[_Difference]:
-    """Yield differences by round: what a round has in common cancels."""
+    """Yield differences by round: what a round has in common cancels.
+
+    Where rows and rounds are too few to show how launches vary, repeats on other machines are
+    the prior of their variance; of a single round they are all that is known. They say little
+    of launches that are slow in all rows.
+    """
     by_round = [
         {launch: log - row.other.logs[launch] for launch, log in row.base.logs.items()}
         for row in rows
     ]
     spread = spread_of([[Part(runs=[logs])] for logs in by_round])
+    shift = median(fmean(logs.values()) for logs in by_round)
     for place, (row, logs) in enumerate(zip(rows, by_round, strict=True)):
-        squares, _ = squares_within([logs])
+        squares, df = squares_within([logs])
         rounding = (row.base.rounding**2 + row.other.rounding**2) / 12
-        if spread is None or (squares == 0 and rounding == 0):
+        if df and squares == 0 and rounding == 0:
+            continue  # equal values prove nothing
+        repeats = row.repeats if spread is None or spread.seen_df is None else None
+        if spread is None and repeats is None:
             continue
         # Of one launch, as for unpaired rows: a difference has the variance of two.
-        own = spread.own[place].plus(rounding).scaled(0.5)
-        launch = total([own.widened(_P_ROW), spread.common.scaled(0.5)])
+        own = spread.own[place].scaled(0.5) if spread else Variance(0.0, 0)
+        common = spread.common.scaled(0.5) if spread else Variance(0.0, 1)
+        if repeats:
+            own = Prior(
+                variance=repeats.value, df=repeats.df, seen_df=repeats.df + df
+            ).moderated(Variance(own.value, df))
+        launch = total([own.plus(rounding / 2).widened(_P_ROW), common])
         yield _Difference(
             row=row,
             log_speed=fmean(logs.values()),
             launch=launch,
             error=launch.scaled(2 / len(logs)),
-            common=spread.common.scaled(1 / len(logs)),
+            common=None if repeats else common.scaled(2 / len(logs)),
+            repeats_df=math.floor(repeats.df) if repeats else 0,
+            slow=min(abs(shift), _SLOWEST) if repeats and _is_by_chance(row) else 0.0,
         )
 
 
@@ -292,7 +311,10 @@ def _is_by_chance(row: Row) -> bool:
     """Whether all launches of one side, and none of the other, may be slow."""
     if row.by_step or row.base.past or row.other.past:
         return False
-    base, other = len(row.base.logs), len(row.other.logs)
+    return _is_by_chance_of(len(row.base.logs), len(row.other.logs))
+
+
+def _is_by_chance_of(base: int, other: int) -> bool:
     fast = 1 - _SLOW
     return _SLOW**base * fast**other + fast**base * _SLOW**other > _MOST_BY_CHANCE
 
@@ -440,12 +462,12 @@ def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | N
     """Return the geometric mean of the ratios of rows; None if nothing is known of its error.
 
     Each launch gives one mean, so rows that drift together count once. Rows that share no
-    launches, or have one, are assumed to move together.
+    launches, have one, or rest on repeats, are assumed to move together.
     """
     if all(row.is_same for row in rows):
         return SAME_LAUNCHES
     mean = _mean_of(rows) if len(rows) > 1 else None
-    if mean is None:
+    if mean is None or any(difference.repeats_df for difference in _differences(rows)):
         return _mean_of_ratios(rows, floor)
     if mean.error.value == 0:
         return None
@@ -484,6 +506,8 @@ def _mean_of_ratios(rows: Sequence[Row], floor: float) -> Ratio | None:
         launch=launch,
         error=error,
         drift=fmean(d.drift for d in differences),
+        repeats_df=min(d.repeats_df for d in differences),
+        slow=max(d.slow for d in differences),
     )
     return _judge_row(rows[0], mean, bool(_certain([mean])), floor)
 
@@ -500,7 +524,8 @@ def _judge_row(
             verdict=Verdict.CANNOT_TELL,
             reason="one launch" if max(counts) == 1 else "identical values",
         )
-    low, speed, high = interval(difference.log_speed, difference.error.quantile(_P_INTERVAL))
+    half = difference.error.quantile(_P_INTERVAL) + difference.slow
+    low, speed, high = interval(difference.log_speed, half)
     verdict = Verdict.CANNOT_TELL
     if is_certain and not difference.doubt and max(speed, 1 / speed) >= 1 + floor:
         verdict = Verdict.FASTER if speed > 1 else Verdict.SLOWER
@@ -514,7 +539,7 @@ def _judge_row(
         reason = "within drift" if difference.drift else "within noise"
         reason = f"needs {launches} launches a side" if launches else reason
         reason = difference.doubt or reason
-    if row.of_repeats is not None:
+    if row.of_repeats or (difference.repeats_df and verdict is not Verdict.CANNOT_TELL):
         reason = f"noise {math.sqrt(difference.launch.value):.1%} {OF_REPEATS}"
     return Ratio(
         speed=speed,
@@ -526,6 +551,8 @@ def _judge_row(
         df=max(1, math.floor(difference.error.df)),
         launches=launches,
         drift=difference.drift,
+        repeats_df=difference.repeats_df,
+        slow=difference.slow,
     )
 
 
@@ -563,8 +590,9 @@ def _launches_that_tell(difference: _Difference, floor: float) -> int | None:
         df = difference.launch.df + 2 * (count - own)
         launches = Variance(2 * difference.launch.value / count, df)
         error = total([launches, Variance(difference.drift, _DRIFT.df)])
-        is_certain = change >= limit and error.quantile(_P_ROW) < change
-        return is_certain or error.quantile(_P_INTERVAL) < limit - change
+        slow = difference.slow if _is_by_chance_of(count, count) else 0.0
+        is_certain = change >= limit and error.quantile(_P_ROW) + slow < change
+        return is_certain or error.quantile(_P_INTERVAL) + slow < limit - change
 
     if not tells(_MOST_LAUNCHES):
         return None
