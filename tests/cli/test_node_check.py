@@ -70,10 +70,44 @@ def test_a_slow_and_a_missing_host_are_to_be_avoided(tmp_path: Path) -> None:
     assert len(rows) == 5 * 8 + 1
 
 
-def test_two_hosts_cannot_be_told_apart(tmp_path: Path) -> None:
+def test_of_two_hosts_the_slower_is_to_be_avoided(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, fleet(2, 1, {(1, 0): 0.8}))
-    assert stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path).returncode == 3
-    assert failing(folder) == ""
+    done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
+    assert done.returncode == 1
+    assert failing(folder) == "n001\n"
+    assert "what two cannot tell:\n  gemm" in done.stdout
+
+
+def test_hosts_without_gpus_have_no_column_of_them(tmp_path: Path) -> None:
+    checks = fleet(3, 1)
+    headings = []
+    for number, count in ((0, 0), (1, 1)):
+        folder = folder_of(
+            tmp_path / str(number), [replace(c, num_devices=count) for c in checks]
+        )
+        done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
+        headings.append(
+            next(x.split() for x in done.stdout.splitlines() if x.startswith("node "))
+        )
+    assert headings == [["node", "outcome", "why"], ["node", "GPUs", "outcome", "why"]]
+
+
+def test_a_job_names_its_hosts_whatever_they_call_themselves(tmp_path: Path) -> None:
+    """Pairs have the names of the hosts, the check those of the job."""
+    checks = [
+        replace(check, host=f"10.0.0.{number}", nodename=f"n{number:03}.cluster")
+        for number, check in enumerate(fleet(4, 8))
+    ]
+    checks = [
+        replace(c, figures=tuple(replace(f, where=(c.host,)) for f in c.figures))
+        for c in checks
+    ]
+    folder = folder_of(tmp_path, checks)
+    run = run_of_pairs(tmp_path, 4, slow=2)
+    words = ["--from", str(folder), "--pairs", str(run), "--json", "-"]
+    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
+    nodes = {node["host"]: node["outcome"] for node in json.loads(done.stdout)["nodes"]}
+    assert nodes["10.0.0.2"] == "slow", done.stderr
 
 
 def test_a_table_of_a_large_fleet_leaves_out_what_is_healthy(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from stepmark.ground.read_text import read_whole
 from stepmark.ground.redaction import REDACTED, redact_variable, redact_words
 from stepmark.launching import scripts, slurm
 from stepmark.launching.launch_options import TARGETS, LaunchOptions, SlurmJob
+from stepmark.launching.steps import CHECK
 from stepmark.model.fabrics import Setting, load_fabrics
 
 _HOST_SCRIPTS: dict[str, Callable[[LaunchOptions, Sequence[Setting], Sequence[str]], str]] = {
@@ -54,7 +55,8 @@ def run(options: LaunchOptions) -> int:
         return 0
     job_id = slurm.submit(script)
     sys.stderr.write(f"job {job_id}: submitted\n")
-    output = Path(os.getcwd(), f"{options.name}-{job_id}.out")
+    pattern = options.output or scripts.OUTPUT
+    output = Path(os.getcwd(), pattern.replace("%x", options.name).replace("%j", job_id))
     return slurm.follow(job_id, output, cancel=cancels)
 
 
@@ -80,6 +82,7 @@ def _check(options: LaunchOptions, target: str) -> None:
     """Refuse options that contradict each other. Raises ConfigError."""
     is_slurm = target == "slurm"
     ranks_of = "nproc-per-node" if options.gpus_per_node == 0 else "gpus-per-node"
+    instead = "--slurm, --mpirun or --pssh for doctor --nodes"
     rules: tuple[tuple[str, object, object, str], ...] = (
         ("command", None, options.words, "give -- and a verb that measures"),
         (
@@ -120,6 +123,13 @@ def _check(options: LaunchOptions, target: str) -> None:
             None if options.nproc_per_node is None else 0,
             options.ranks_per_host,
             "--gpus-per-node, or --nproc-per-node for CPU ranks",
+        ),
+        *(
+            (name, "given", options.words[:1] != (CHECK,) or not value, text)
+            for name, value, text in (
+                ("torchrun", options.torchrun, f"{instead}: its ranks wait for one another"),
+                ("requeue", options.requeue, "only for a verb that can resume its run"),
+            )
         ),
         (
             "container-mounts",

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated
 
 from stepmark.ground.errors import ConfigError
@@ -11,6 +12,7 @@ from stepmark.ground.units import parse_duration
 RESUME = "resume"  # the verb that goes on with a run
 TARGETS = ("slurm", "torchrun", "mpirun", "pssh")
 Ranks = Annotated[int, between(0, 1024)]
+_PRINTED = (".txt", ".out", ".log")
 
 
 def _line(text: str, field: str) -> str:
@@ -40,6 +42,15 @@ def _job_name(text: str, field: str) -> str:
             field, text, "letters, digits, '.', '_' and '-', since it names files"
         )
     return text
+
+
+def _folder(text: str, field: str) -> str:
+    """Read the folder of runs. A file is more likely meant for what the verb prints."""
+    if PurePath(text).suffix in _PRINTED:
+        raise ConfigError(
+            field, text, "a folder for runs (--slurm --output FILE: what the verb prints)"
+        )
+    return _line(text, field)
 
 
 Line = Annotated[str, Reader(read=_line)]
@@ -90,6 +101,9 @@ class SlurmJob:
     job_name: Annotated[str, Reader(read=_job_name)] | None = flag(
         "name [stepmark-VERB]", "--job-name", "-J"
     )
+    output: Line | None = flag(
+        "file for what the verb prints; %j: job id [NAME-JOBID.out]", metavar="FILE"
+    )
     requeue: bool = flag(
         "restart it when a host fails; it then resumes its run", default=False, rare=True
     )
@@ -119,7 +133,9 @@ class JobEnvironment:
         metavar="NAME[=VALUE],...",
     )
     python: Line | None = flag("Python that has stepmark [this one; in a container stepmark]")
-    out: Line | None = flag("folder for runs [runs]", metavar="DIR")
+    out: Annotated[str, Reader(read=_folder)] | None = flag(
+        "folder for runs [runs]", "--out", "-o", metavar="DIR"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
