@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Annotated
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.option_groups import OUT
 from stepmark.ground.options import Reader, Words, between, flag, group, words_of
 from stepmark.ground.units import parse_duration
 
@@ -82,7 +83,9 @@ class RankLayout:
     gpus_per_node: Ranks | None = flag("GPUs of each host, and ranks: one per GPU")
     nproc_per_node: Ranks | None = flag("ranks of each host, where it has no GPUs", rare=True)
     port: Annotated[int, between(1024, 65535)] | None = flag(
-        "port of the first host [29500; Slurm: from the job id]", rare=True
+        "port of the first host [29500; Slurm: from the job id]",
+        rare=True,
+        metavar="PORT",
     )
 
 
@@ -96,8 +99,12 @@ class SlurmJob:
     time: Annotated[str, Reader(read=_time_limit, metavar="DURATION")] | None = flag(
         "time limit: 30m, 2h, or HH:MM:SS", "--time", "-t"
     )
-    nodelist: Line | None = flag("hosts that it must have", "--nodelist", "-w", rare=True)
-    exclude: Line | None = flag("hosts that it must not have", "--exclude", "-x", rare=True)
+    nodelist: Line | None = flag(
+        "hosts that it must have", "--nodelist", "-w", rare=True, metavar="HOSTS"
+    )
+    exclude: Line | None = flag(
+        "hosts that it must not have", "--exclude", "-x", rare=True, metavar="HOSTS"
+    )
     job_name: Annotated[str, Reader(read=_job_name)] | None = flag(
         "name [stepmark-VERB]", "--job-name", "-J"
     )
@@ -132,9 +139,11 @@ class JobEnvironment:
         default=(),
         metavar="NAME[=VALUE],...",
     )
-    python: Line | None = flag("Python that has stepmark [this one; in a container stepmark]")
+    python: Line | None = flag(
+        "Python that has stepmark [this one; in a container stepmark]", metavar="PYTHON"
+    )
     out: Annotated[str, Reader(read=_folder)] | None = flag(
-        "folder for runs [runs]", "--out", "-o", metavar="DIR"
+        "folder for runs [runs]", *OUT, metavar="DIR"
     )
 
 
