@@ -429,7 +429,7 @@ BAD = [
     (SLURM, ("doctor", "--nodes", "--device", "cpu"), "--device cpu"),
     (SLURM, ("doctor", "--nodes", "--from", "x"), "the job gives a verdict on its own hosts"),
     ((*SLURM, "--requeue"), ("doctor", "--nodes"), "a verb that can resume its run"),
-    (("--torchrun", *HOSTS), ("doctor", "--nodes"), "--slurm, --mpirun or --pssh for doctor"),
+    (("--torchrun", *HOSTS), ("doctor", "--nodes"), "--slurm, --mpirun or --pssh: ranks"),
     (("--follow", "7"), COMM, "beside --follow"),
     (("--fabric", "list", "--slurm"), (), "beside --fabric"),
 ]

@@ -44,6 +44,11 @@ def run(options: LaunchOptions) -> int:
         _check_others(options, "follow", "on_interrupt")
         return slurm.follow(options.follow, cancel=cancels)
     _check(options, target)
+    if options.words[0] == CHECK and options.torchrun:
+        allowed = "--slurm, --mpirun or --pssh: ranks of torchrun wait for one another"
+        raise ConfigError("torchrun", "given", allowed)
+    if options.words[0] == CHECK and options.requeue:
+        raise ConfigError("requeue", "given", "only for a verb that can resume its run")
     settings = settings_of(options)
     if target != "slurm":
         hosts = read_hosts(options.hosts or "")
@@ -82,7 +87,6 @@ def _check(options: LaunchOptions, target: str) -> None:
     """Refuse options that contradict each other. Raises ConfigError."""
     is_slurm = target == "slurm"
     ranks_of = "nproc-per-node" if options.gpus_per_node == 0 else "gpus-per-node"
-    instead = "--slurm, --mpirun or --pssh for doctor --nodes"
     rules: tuple[tuple[str, object, object, str], ...] = (
         ("command", None, options.words, "give -- and a verb that measures"),
         (
@@ -123,13 +127,6 @@ def _check(options: LaunchOptions, target: str) -> None:
             None if options.nproc_per_node is None else 0,
             options.ranks_per_host,
             "--gpus-per-node, or --nproc-per-node for CPU ranks",
-        ),
-        *(
-            (name, "given", options.words[:1] != (CHECK,) or not value, text)
-            for name, value, text in (
-                ("torchrun", options.torchrun, f"{instead}: its ranks wait for one another"),
-                ("requeue", options.requeue, "only for a verb that can resume its run"),
-            )
         ),
         (
             "container-mounts",
