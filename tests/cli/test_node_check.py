@@ -18,6 +18,7 @@ from tests.store.writers import new_run
 from stepmark.cases.comm_case import CommCase
 from stepmark.cases.plan import Entry, How, Plan
 from stepmark.ground.units import MIB
+from stepmark.measuring.job import Job
 from stepmark.model.collectives import Collective
 from stepmark.nodes import node_check, node_check_verb
 from stepmark.nodes.node_check import NodeCheck
@@ -166,6 +167,31 @@ def test_ranges_of_hosts_are_refused(tmp_path: Path) -> None:
     done = stepmark(*DOCTOR, *words, cwd=tmp_path)
     assert done.returncode == 2
     assert "scontrol show hostnames" in done.stderr
+
+
+def test_a_host_has_the_name_by_which_its_job_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host is expected by this name."""
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    name = node_check_verb._name_of_host
+    own = os.uname().nodename
+    jobs = {
+        hosts: Job(hosts=hosts, rank=1, port=1, key=b"", nproc=None, join_s=1.0)
+        for hosts in (("10.0.0.1", "10.0.0.2"), ("a", own), ("n1", "n2"))
+    }
+    assert [name(None), *map(name, jobs.values())] == [own, "10.0.0.2", own, "n2"]
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert [name(None), *map(name, jobs.values())] == ["n1", "10.0.0.2", own, "n1"]
+
+
+def test_properties_of_ports_are_those_of_hardware(tmp_path: Path) -> None:
+    for port, speed, state in (("eth0", "400000", "up"), ("eth1", "400000", "down")):
+        (tmp_path / "net" / port / "device").mkdir(parents=True)
+        (tmp_path / "net" / port / "speed").write_text(speed)
+        (tmp_path / "net" / port / "operstate").write_text(state)
+    (tmp_path / "net" / "veth1").mkdir()
+    ports = node_check_verb._ports(tmp_path)
+    assert node_check_verb._text_of(ports) == "1 x 400 Gb/s up, 1 x 400 Gb/s down"
+    assert [port.bytes_per_s for port in ports] == [50e9, 50e9]
 
 
 def test_a_process_sees_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_the_nodes_of_a_job_are_checked(hosts: list[Host], tmp_path: Path) -> No
     assert set(checks) == {"n1", "n2"}
     assert {figure.name.split()[0] for figure in checks["n1"].figures} == {"gemm", "copy"}
     rates = {
-        words[0]: float(words[5])
+        words[0]: float(words[7])
         for words in (line.split() for line in out.splitlines())
         if words[1:3] == ["network", "p2p"] and words[0][-1] != ":"
     }
