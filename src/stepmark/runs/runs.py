@@ -166,7 +166,8 @@ def run_report(options: ReportOptions) -> None:
             other = find_run(options.runs, options.other)
             target = _page_in(options.out, path / f"report-{other.name}.html")
             write_text(target, comparison_page(path, other).html(), "out")
-    sys.stdout.write(f"{target}\n")
+    if str(target) != "-":
+        sys.stdout.write(f"{target}\n")
 
 
 def _page_in(out: str | None, default: Path) -> Path:

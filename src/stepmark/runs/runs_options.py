@@ -58,7 +58,8 @@ class ReportOptions(RunsFolder):
         names="run",
     )
     out: str | None = flag(
-        "file to write; DIR/ = a file in it [RUN/report.html, of two RUN/report-ID2.html]",
+        "file to write, - = stdout; DIR/ = a file in it "
+        "[RUN/report.html, of two RUN/report-ID2.html]",
         *OUT,
         metavar="FILE|DIR/",
     )
