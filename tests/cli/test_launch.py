@@ -81,6 +81,7 @@ def _doctor_steps(
     python = programs.add("python", f"""{count}; printf '%s\\0' "$@" > step.$n; exit $n""")
     body = {
         "pssh": """exec env -i PATH="$PATH" bash -c "${!#}" """,
+        "ssh": """[ $1 = b ] || exec env -i PATH="$PATH" bash -c "$2" """,
         "srun": f'while [ $1 != {python} ]; do shift; done; exec "$@"',
         "mpirun": f'while [ $1 != {python} ]; do shift; done; exec "$@"',
     }
@@ -90,7 +91,7 @@ def _doctor_steps(
     return [file.read_text().split("\0")[2:-1] for file in files], code
 
 
-@pytest.mark.parametrize("launcher", ["srun", "mpirun", "pssh"])
+@pytest.mark.parametrize("launcher", ["srun", "mpirun", "pssh", "ssh"])
 def test_nodes_are_checked_by_each_host_then_as_pairs_then_judged(
     launcher: str, programs: Programs, tmp_path: Path
 ) -> None:
@@ -113,7 +114,7 @@ def test_nodes_are_checked_by_each_host_then_as_pairs_then_judged(
         *("--floor=0.1", "--json", "x y.json", "--gpus-per-node", "2"),
     ]
     assert code == 3  # that of the verdict, the third step
-    if launcher == "pssh":
+    if launcher in ("pssh", "ssh"):
         assert text.count("STEPMARK_NPROC=2") == text.count("STEPMARK_NPROC=1") == 1
 
 
@@ -250,6 +251,41 @@ def test_pssh_gives_each_host_the_key_through_stdin(programs: Programs, tmp_path
     }
     given = (programs.folder / "pssh").read_text().split("\0")
     assert given[:8] == ["-I", "-i", "-t", "0", "-p", "2", "-h", "iplist"]
+
+
+def test_ssh_gives_each_host_its_rank_and_the_key_through_stdin(programs: Programs) -> None:
+    """The fake ssh runs its command as a shell of a host does, and keeps its words."""
+    python = programs.add(
+        "a python",
+        """printf '%s\\0' "$@" "$A" > words.$STEPMARK_HOST_RANK
+    env | grep ^STEPMARK_ > variables.$STEPMARK_HOST_RANK; exit $((STEPMARK_HOST_RANK + 3))""",
+    )
+    programs.add(
+        "ssh",
+        """printf '%s\\0' "$@" > "ssh.$1"; cd /; exec env -i PATH="$PATH" bash -c "$2" """,
+    )
+    text = script_of("--ssh", *HOSTS, "--python", str(python), "--export", "A", words=NASTY)
+    assert run_script(text, A=PASSED) == 3  # that of the first host
+    keys = set()
+    for rank, host in enumerate("ab"):
+        words = (programs.folder / f"words.{rank}").read_text().split("\0")
+        assert words == ["-m", "stepmark", *NASTY, PASSED, ""]
+        pairs = (programs.folder / f"variables.{rank}").read_text().splitlines()
+        variables = dict(pair.split("=") for pair in pairs)
+        keys.add(variables.pop("STEPMARK_KEY"))
+        assert variables["STEPMARK_HOSTS"] == "a,b"
+        assert variables["STEPMARK_NPROC"] == "2"
+        given = (programs.folder / f"ssh.{host}").read_text()
+        assert PASSED.strip() not in given
+        assert not any(key in given for key in keys)
+    assert len(keys) == 1
+
+
+def test_users_in_a_file_of_hosts_are_not_dropped_for_ssh(tmp_path: Path) -> None:
+    (tmp_path / "iplist").write_text("me@10.0.0.1:22\n")
+    code, out, err = called("--ssh", "--hosts", "iplist", "--gpus-per-node", "1", "--", *COMM)
+    assert (code, out) == (2, "")
+    assert "--hosts me@10.0.0.1:22 is invalid" in err
 
 
 def test_torchrun_has_a_command_per_host() -> None:
@@ -429,7 +465,7 @@ BAD = [
     (SLURM, ("doctor", "--nodes", "--device", "cpu"), "--device cpu"),
     (SLURM, ("doctor", "--nodes", "--from", "x"), "the job gives a verdict on its own hosts"),
     ((*SLURM, "--requeue"), ("doctor", "--nodes"), "a verb that can resume its run"),
-    (("--torchrun", *HOSTS), ("doctor", "--nodes"), "--slurm, --mpirun or --pssh: ranks"),
+    (("--torchrun", *HOSTS), ("doctor", "--nodes"), "another target: ranks of torchrun"),
     (("--follow", "7"), COMM, "beside --follow"),
     (("--fabric", "list", "--slurm"), (), "beside --fabric"),
 ]

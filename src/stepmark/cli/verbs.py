@@ -174,7 +174,7 @@ VERBS = {
         ),
     ),
     "launch": Verb(
-        "Print or submit a job of several hosts: Slurm, torchrun, mpirun, pssh.",
+        "Print or submit a job of several hosts: Slurm, mpirun, ssh, torchrun.",
         "stepmark.launching.launch:run",
         "stepmark.launching.launch_options:LaunchOptions",
         "Print, or submit and follow, what starts a measuring verb on the hosts of a cluster.",

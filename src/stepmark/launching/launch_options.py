@@ -11,7 +11,7 @@ from stepmark.ground.options import Reader, Words, between, flag, group, words_o
 from stepmark.ground.units import parse_duration
 
 RESUME = "resume"  # the verb that goes on with a run
-TARGETS = ("slurm", "torchrun", "mpirun", "pssh")
+TARGETS = ("slurm", "torchrun", "mpirun", "pssh", "ssh")
 Ranks = Annotated[int, between(0, 1024)]
 _PRINTED = (".txt", ".out", ".log")
 
@@ -65,6 +65,7 @@ class Target:
     torchrun: bool = flag("a torchrun command per host", default=False)
     mpirun: bool = flag("a script with Open MPI's mpirun", default=False)
     pssh: bool = flag("a script with pssh", default=False)
+    ssh: bool = flag("a script with ssh alone", default=False)
     follow: Annotated[str, Reader(read=_line, metavar="JOBID")] | None = flag(
         "follow a Slurm job that is submitted already"
     )

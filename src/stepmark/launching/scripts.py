@@ -13,7 +13,7 @@ from dataclasses import replace
 from stepmark.ground.outer_launcher import BIND, HOSTS
 from stepmark.launching.launch_options import RESUME, LaunchOptions
 from stepmark.launching.steps import CHECK, NETWORK, Step, check_steps
-from stepmark.measuring.job import KEY, NPROC, PORT
+from stepmark.measuring.job import HOST_RANK, KEY, NPROC, PORT
 from stepmark.model.fabrics import Setting
 
 OUTPUT = "%x-%j.out"  # name of the job, and its id
@@ -142,37 +142,65 @@ def _steps(options: LaunchOptions, hosts: Sequence[str]) -> tuple[list[Step], li
 
 def pssh(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[str]) -> str:
     """Return a script for pssh. Secrets go through stdin: others can read command lines."""
-    agent = _agent(options, shlex.quote(",".join(hosts)), str(options.port or _PORT))
     names = _inherited(settings)
-    reads = [f"read -r {KEY}", *(f"IFS= read -r {name}" for name in names)]
     prints = [f"printf '%s\\n' \"${name}\"" for name in names]
     assert options.hosts is not None
     is_file = os.path.isfile(options.hosts)
     where = (
         f"-h {shlex.quote(options.hosts)}" if is_file else f"-H {shlex.quote(' '.join(hosts))}"
     )
+    start = [
+        f"{{ {'; '.join((_HEX, *prints))}; }} |" if names else f"{_HEX} |",
+        f"  pssh -I -i -t 0 -p {len(hosts)} {where} \\",
+    ]
     steps, lines = _steps(options, hosts)
     for step in steps:
         command = f"{_program(options)} {step.arguments}"
         if step.on_all_hosts:
-            own = {NPROC: str(step.nproc)} if step.nproc else {}
-            values = [f"{name}={value}" for name, value in (agent | own).items()]
-            exports = " ".join((KEY, *names, *values, *_values(settings)))
-            folder = f"out={_OUT} && " if '"$out"' in command else ""
-            remote = (
-                f"{' && '.join(reads)} && export {exports} && {folder}"
-                f"cd {shlex.quote(os.getcwd())} && exec {command}"
-            )
-            quoted = shlex.quote(remote).replace(_OUT, """'"${out@Q}"'""")
-            command = "\n".join(
-                (
-                    f"{{ {'; '.join((_HEX, *prints))}; }} |" if names else f"{_HEX} |",
-                    f"  pssh -I -i -t 0 -p {len(hosts)} {where} \\",
-                    f"  {quoted}",
-                )
-            )
+            remote = _on_host(options, settings, hosts, step)
+            command = "\n".join((*start, f"  {remote}"))
         lines += _with_reason(replace(step, nproc=None), command)
     return "\n".join([_SHELL, *_remarks(settings), *lines, ""])
+
+
+def ssh(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[str]) -> str:
+    """Return a script for ssh alone. The first host's exit code and stdout are the script's."""
+    secrets = " ".join(f'"${name}"' for name in ("key", *_inherited(settings)))
+    lines = [
+        *_remarks(settings),
+        f"key={_KEY}",
+        f"names=({' '.join(map(shlex.quote, hosts))})",
+        "start() {",
+        f"  printf '%s\\n' {secrets} |",
+        f'    ssh "${{names[$1]}}" "export {HOST_RANK}=$1; $command"',
+        "}",
+    ]
+    others = 'for rank in "${!names[@]}"; do [ "$rank" = 0 ] || start "$rank" & done'
+    steps, folder = _steps(options, hosts)
+    lines += folder
+    for step in steps:
+        command = f"{_program(options)} {step.arguments}"
+        if step.on_all_hosts:
+            remote = _on_host(options, settings, hosts, step)
+            command = f"command={remote}\n{others}\nstart 0; code=$?; wait; (exit $code)"
+        lines += _with_reason(replace(step, nproc=None), command)
+    return "\n".join([_SHELL, *lines, ""])
+
+
+def _on_host(
+    options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[str], step: Step
+) -> str:
+    """Return the command that starts the agent of a host, quoted; secrets are its stdin."""
+    nproc = {NPROC: str(step.nproc)} if step.nproc else {}
+    agent = _agent(options, shlex.quote(",".join(hosts)), str(options.port or _PORT)) | nproc
+    names = _inherited(settings)
+    reads = [f"read -r {KEY}", *(f"IFS= read -r {name}" for name in names)]
+    values = [*(f"{name}={value}" for name, value in agent.items()), *_values(settings)]
+    parts = [*reads, f"export {' '.join((KEY, *names, *values))}"]
+    if '"$out"' in step.arguments:
+        parts.append(f"out={_OUT}")
+    parts += [f"cd {shlex.quote(os.getcwd())}", f"exec {_program(options)} {step.arguments}"]
+    return shlex.quote(" && ".join(parts)).replace(_OUT, """'"${out@Q}"'""")
 
 
 def torchrun(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[str]) -> str:
