@@ -127,8 +127,8 @@ def test_two_nodes_whose_launches_differ_cannot_be_told_apart() -> None:
     ("peak", "back", "outcome", "text"),
     [
         (1.2, 1.0, HEALTHY, ""),
-        (10.0, 1.0, CANNOT_TELL, "10% of the port's rate, in both directions"),
-        (None, 1.0, CANNOT_TELL, "of an unknown rate, in both directions"),
+        (10.0, 1.0, CANNOT_TELL, "10% of the link's rate, and two directions may both be slow"),
+        (None, 1.0, CANNOT_TELL, "the link's rate is unknown"),
         (1.2, 0.6, CANNOT_TELL, "slow; which end is the cause is not known: b-a"),
     ],
 )

@@ -264,8 +264,8 @@ def _judge_figure(
     if outcome is Outcome.HEALTHY and other and len(figure.where) == 2:
         share = value / figure.peak if figure.peak else None
         if share is None or share < LEAST_OF_PORT:
-            text = "of an unknown rate" if share is None else f"{share:.0%} of the port's rate"
-            reason = f"{text}, in both directions"
+            known = f"{share:.0%} of the link's rate" if share else "the link's rate is unknown"
+            reason = f"{known}, and two directions may both be slow"
             outcome = Outcome.CANNOT_TELL
     return FigureVerdict(
         figure=figure,
