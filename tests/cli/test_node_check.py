@@ -350,6 +350,24 @@ def test_a_host_whose_network_is_slow(num_hosts: int, outcome: str, tmp_path: Pa
         assert done.returncode == 1
 
 
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_a_host_without_a_check_leaves_the_verdict_on_the_others(
+    num_hosts: int, tmp_path: Path
+) -> None:
+    """It hung, and the run of the network may have it all the same."""
+    folder = folder_of(tmp_path, fleet(num_hosts, 8)[:-1])
+    run = run_of_pairs(tmp_path, num_hosts)
+    names = [f"n{host:03}" for host in range(num_hosts)]
+    words = ["--from", str(folder), "--pairs", str(run), "--expect", ",".join(names)]
+    done = stepmark(*DOCTOR, *words, "--json", "-", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert failing(folder) == f"{names[-1]}\n"
+    document = json.loads(done.stdout)
+    assert [node["outcome"] for node in document["nodes"]][-1] == "failed"
+    pairs = [row["where"] for row in document["figures"] if "network" in str(row["figure"])]
+    assert len(pairs) == (num_hosts - 1) * (num_hosts - 2)
+
+
 def test_pairs_of_other_hosts_are_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, fleet(3, 8))
     run = run_of_pairs(tmp_path, 4)

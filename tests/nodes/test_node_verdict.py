@@ -158,6 +158,7 @@ def test_properties_that_differ_are_named_with_the_rarest_first() -> None:
 def test_two_nodes_of_which_one_is_below_the_data_sheets_limit() -> None:
     verdict = judge(fleet(2, 1, {(1, 0): 0.5}), floor=FLOOR)
     assert outcomes(verdict) == {"n001": FAILED}
+    assert verdict.unknown == ()  # the other is above the limit
 
 
 def test_a_whole_fleet_below_the_data_sheets_limit_fails() -> None:

@@ -15,6 +15,11 @@ _NETWORK_BYTES = {"cuda": "64M", "cpu": "1M"}
 _NETWORK_LAUNCHES = {"cuda": "5", "cpu": "2"}
 _NETWORK_BUDGET = "300s"  # pairs with a host that hangs take a minute each
 _MOST_FOR_ALL_PAIRS = 20  # hosts; the number of pairs grows with their square
+# Sets the option of the verdict that names the network's run, which may be missing.
+NETWORK = (
+    'network=(); for run in "$out"/network/*/run.json; do '
+    'if [ -f "$run" ]; then network=(--pairs "${run%/*}"); fi; done'
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +82,6 @@ def check_steps(launch: LaunchOptions, num_hosts: int) -> list[Step]:
         )
     )
     return steps
-
-
-# Sets the option of the verdict that names the network's run, which may be missing.
-NETWORK = (
-    'network=(); for run in "$out"/network/*/run.json; do '
-    'if [ -f "$run" ]; then network=(--pairs "${run%/*}"); fi; done'
-)
 
 
 def _given(words: Sequence[str]) -> dict[str, list[str]]:

@@ -89,7 +89,7 @@ def run(options: DoctorOptions) -> int:
                 raise ConfigError(dashed(name), value, "it has no effect with --from")
         checks = node_check.read_all(options.read_from)
         if options.pairs is not None:
-            checks = _with_pairs(checks, options.pairs)
+            checks = _with_pairs(checks, options.pairs, options.expect or ())
         return _conclude(checks, options, options.read_from)
     if options.expect:
         raise ConfigError("expect", ",".join(options.expect), "only with --from")
@@ -122,14 +122,20 @@ def _name_of_host(here: job.Job | None) -> str:
     return name if here is None or name in here.hosts else here.hosts[here.rank]
 
 
-def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
-    """Return the checks with rates between their hosts, of a run. Raises ConfigError."""
+def _with_pairs(
+    checks: Sequence[NodeCheck], path: Path, expected: Sequence[str]
+) -> list[NodeCheck]:
+    """Return the checks with rates between their hosts, of a run. Raises ConfigError.
+
+    A run on other hosts is refused, unless an expected host has no check.
+    """
     if not is_run(path):
         raise ConfigError("pairs", path, "the folder of a run, with its run.json")
     names = {_short(check.nodename or check.host): check.host for check in checks}
     hosts = {device.rank: device.host for device in read_info(path).environment.devices}
+    is_complete = {*expected} <= {*names.values()}
     for host in hosts.values():
-        if _short(host) not in names:
+        if _short(host) not in names and is_complete:
             raise ConfigError(
                 "pairs", path, f"a run on hosts of --from; {host} is none of them"
             )
@@ -137,8 +143,8 @@ def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
     def where(case: AnyCase) -> tuple[str, ...]:
         if not isinstance(case, CommCase) or case.collective is Collective.PING_PONG:
             return ()
-        ends = tuple(names[_short(hosts[rank])] for rank in case.pair or ())
-        return ends if len(set(ends)) == 2 else ()
+        ends = tuple(names.get(_short(hosts[rank]), "") for rank in case.pair or ())
+        return ends if len(set(ends)) == 2 and all(ends) else ()
 
     first = checks[0]
     empty = NodeCheck(host=first.host, checked_at=first.checked_at)
@@ -150,6 +156,8 @@ def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
         for f in result.figures
     )
     result = replace(result, figures=network)
+    if result == empty and not is_complete:
+        return list(checks)
     if result == empty:
         raise ConfigError("pairs", path, "a run of comm p2p-matrix on two hosts or more")
     others = [

@@ -147,7 +147,8 @@ def _differences(checks: Sequence[NodeCheck]) -> Iterator[str]:
 
 def _unknown(verdicts: Sequence[FigureVerdict]) -> Iterator[str]:
     """Yield what figures that have a single other leave open."""
-    alone = [v.figure for v in verdicts if v.other]
+    failed = {v.figure.name for v in verdicts if v.outcome is Outcome.FAILED}
+    alone = [v.figure for v in verdicts if v.other and v.figure.name not in failed]
     limits = {
         "; below the limit of the data sheet they are not": [
             f.name for f in alone if len(f.where) == 1 and f.peak
