@@ -9,8 +9,7 @@ from stepmark.cli import main
 from stepmark.cli.commands import Command, UnknownOptionError, Values
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import build, load
-from stepmark.launching.launch_options import RESUME
-from stepmark.launching.steps import CHECK
+from stepmark.launching.launch_options import CHECK, RESUME
 
 MEASURING = ("run", "comm", "op", "train", "calibrate", "replay")
 _FILES = (".json", ".toml", ".yaml", ".yml", ".sh")

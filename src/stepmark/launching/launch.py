@@ -12,8 +12,7 @@ from stepmark.ground.options import dashed, plain
 from stepmark.ground.read_text import read_whole
 from stepmark.ground.redaction import REDACTED, redact_variable, redact_words
 from stepmark.launching import scripts, slurm
-from stepmark.launching.launch_options import TARGETS, LaunchOptions, SlurmJob
-from stepmark.launching.steps import CHECK
+from stepmark.launching.launch_options import CHECK, TARGETS, LaunchOptions, SlurmJob
 from stepmark.model.fabrics import Setting, load_fabrics
 
 _HOST_SCRIPTS: dict[str, Callable[[LaunchOptions, Sequence[Setting], Sequence[str]], str]] = {

@@ -6,11 +6,11 @@ from pathlib import PurePath
 from typing import Annotated
 
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.option_groups import OUT
 from stepmark.ground.options import Reader, Words, between, flag, group, words_of
 from stepmark.ground.units import parse_duration
 
 RESUME = "resume"  # the verb that goes on with a run
+CHECK = "doctor"  # the verb that checks hosts
 TARGETS = ("slurm", "torchrun", "mpirun", "pssh", "ssh")
 Ranks = Annotated[int, between(0, 1024)]
 _PRINTED = (".txt", ".out", ".log")
@@ -144,7 +144,7 @@ class JobEnvironment:
         "Python that has stepmark [this one; in a container stepmark]", metavar="PYTHON"
     )
     out: Annotated[str, Reader(read=_folder)] | None = flag(
-        "folder for runs [runs]", *OUT, metavar="DIR"
+        "folder for runs [runs]", "--out", "-o", metavar="DIR"
     )
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stepmark.ground.outer_launcher import BIND, HOSTS
-from stepmark.launching.launch_options import RESUME, LaunchOptions
-from stepmark.launching.steps import CHECK, NETWORK, Step, check_steps
+from stepmark.launching.launch_options import CHECK, RESUME, LaunchOptions
+from stepmark.launching.steps import NETWORK, Step, check_steps
 from stepmark.measuring.job import HOST_RANK, KEY, NPROC, PORT
 from stepmark.model.fabrics import Setting
 

@@ -8,7 +8,6 @@ from stepmark.ground.options import options
 from stepmark.launching.launch_options import LaunchOptions
 from stepmark.nodes.node_options import DoctorOptions
 
-CHECK = "doctor"
 # Options of `doctor --nodes` that hosts measure by; the others are the verdict's.
 _MEASURED_BY = ("budget", "launches", "timeout")
 _NETWORK_BYTES = {"cuda": "64M", "cpu": "1M"}
