@@ -200,6 +200,13 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(code) == []
 
 
+def test_a_prediction_by_data_sheet_imports_nothing_heavy() -> None:
+    """They take a third of its time, and only traces, anchors and pages need them."""
+    words = ["predict", "gpt-7b", "--strategy", "fsdp", "--nproc", "8", "--device", "h100-sxm"]
+    code = f"from stepmark.cli.main import status\nassert status({words}) == 0"
+    assert loaded_by(code) == []
+
+
 def test_nouns_and_workloads_import_no_torch() -> None:
     modules = [
         "stepmark." + name_of(file)[:-3].replace("/", ".").removesuffix(".__init__")

@@ -1,5 +1,6 @@
 """Help pages: what fits on the first one, what is left for --help-all, examples that run."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -7,28 +8,11 @@ import pytest
 
 from stepmark.cli import main
 from stepmark.cli.commands import Command, Group
+from stepmark.ground.option_groups import MBS
 from stepmark.model.device import load_devices
 from stepmark.model.ops import FAMILIES
 
 from .test_main import called
-
-PAGES = [
-    *([name] for name in main.VERBS),
-    *(["op", family] for family in (*FAMILIES, "all")),
-    *(["workload", name] for name in ("generate", "show", "convert", "fill", "capture")),
-    *(["workload", "generate", "--framework", name] for name in ("deepspeed", "fsdp", "dlrm")),
-    *(["trace", name] for name in ("breakdown", "messages", "kernels", "compare", "convert")),
-    *(["runs", name] for name in ("list", "show", "export", "sql")),
-]
-COMMANDS = [page for page in PAGES if page[0] not in ("trace", "runs", "workload") or page[1:]]
-# Of examples that plan cases: a device and ranks, which this machine lacks.
-PLANNED = ("op", "comm", "train", "calibrate", "run")
-
-
-@pytest.fixture(autouse=True)
-def _wide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.chdir(tmp_path)
 
 
 def command(words: list[str]) -> tuple[Command, list[str]]:
@@ -39,28 +23,89 @@ def command(words: list[str]) -> tuple[Command, list[str]]:
     return built, rest
 
 
+GROUPS = ("trace", "runs", "workload")
+FRAMEWORKS = ("megatron", "deepspeed", "fsdp", "dlrm")
+COMMANDS = [
+    *([name] for name in main.VERBS if name not in GROUPS),
+    *(["op", family] for family in (*FAMILIES, "all")),
+    *([name, each] for name in GROUPS for each in main.command(name, []).commands),
+    *(["workload", "generate", "--framework", name] for name in FRAMEWORKS),
+    *(["predict", "--framework", name] for name in FRAMEWORKS),
+]
+PAGES = [*([name] for name in GROUPS), *COMMANDS]
+OPTIONS = [(words, option) for words in COMMANDS for option in command(words)[0].options]
+# Of examples that plan cases: a device and ranks, which this machine lacks.
+PLANNED = ("op", "comm", "train", "calibrate", "run")
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("columns", [80, 100])
 @pytest.mark.parametrize("words", PAGES, ids=" ".join)
-def test_the_first_page_has_less_than_60_lines_of_100_columns(words: list[str]) -> None:
+def test_the_first_page_has_at_most_60_lines(
+    words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     code, out, err = called([*words, "--help"])
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert len(lines) < 60, "mark rare options: flag(..., rare=True)"
-    assert max(map(len, lines)) <= 100
+    assert len(lines) <= 60, "mark rare options: flag(..., rare=True)"
+    assert max(map(len, lines)) <= columns
     assert words[:2] == ["op", "all"] or "Examples:" in out or "Commands:" in out
 
 
-@pytest.mark.parametrize("words", [["train"], ["comm"], ["workload", "generate"]], ids=" ".join)
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_all_has_every_spelling_of_every_option(words: list[str]) -> None:
-    declared = command(words)[0].options
+    declared = [option for option in command(words)[0].options if option.help]
     first, everything = (called([*words, page])[1] for page in ("--help", "--help-all"))
     rare = [option for option in declared if option.rare]
-    assert f"{len(rare)} more options" in first
+    assert (f" {len(rare)} more options." in first) == bool(rare)
+    assert "more options" not in everything
     for option in declared:
         for word in () if option.argument else option.words:
             both = f"--[no-]{word.removeprefix('--').removeprefix('no-')}"
             assert word in everything or both in everything, word
     for option in rare:
-        assert f"  {option.spellings[-1]} " not in first
+        assert not re.search(rf"^  (-\w, )?{option.spellings[-1]} ", first, re.M)
+
+
+def test_mbs_means_one_thing_in_all_verbs() -> None:
+    texts = {option.help.partition(" [")[0] for _, option in OPTIONS if "--mbs" in option.words}
+    assert texts == {MBS}
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_placeholder_is_a_word(words: list[str]) -> None:
+    """Of numbers it may be N or NUMBER, as of text VALUE it may not."""
+    for option in command(words)[0].options:
+        if not option.is_switch and option.help:
+            word = option.metavar.removesuffix(",...")
+            assert word not in ("", "VALUE", "TEXT", "STR", "INT"), option.name
+            assert "<" not in word, option.name
+
+
+# nccl-tests' -o is a reduction.
+OTHER_O = (["comm"],)
+
+
+def test_o_and_out_mean_one_thing_in_all_verbs() -> None:
+    """A folder is DIR, a file FILE; where both are possible, a folder ends in a slash."""
+    outputs = [
+        (words, option) for words, option in OPTIONS if {"-o", "--out"} & {*option.words}
+    ]
+    assert len(outputs) > 20
+    for words, option in outputs:
+        if words in OTHER_O:
+            assert ("-o" in option.words) != ("--out" in option.words)
+            continue
+        assert {"-o", "--out"} <= {*option.words}, words
+        first = {"DIR": "folder", "FILE": "file", "FILE|DIR/": "file"}[option.metavar]
+        assert option.help.startswith(first), words
+        assert ("DIR/ = " in option.help) == ("|" in option.metavar), words
 
 
 def test_a_default_is_stated_once_and_in_brackets() -> None:

@@ -73,6 +73,72 @@ def test_a_slurm_script_gives_srun_every_word(
     assert not (tmp_path / "x").exists()
 
 
+def _doctor_steps(
+    programs: Programs, launcher: str, text: str, **variables: str
+) -> tuple[list[list[str]], int]:
+    """Run a script of `doctor --nodes`; return the words of its steps, and its exit code."""
+    count = "n=$(($(cat count 2> /dev/null || echo 0) + 1)); echo $n > count"
+    python = programs.add("python", f"""{count}; printf '%s\\0' "$@" > step.$n; exit $n""")
+    body = {
+        "pssh": """exec env -i PATH="$PATH" bash -c "${!#}" """,
+        "ssh": """[ $1 = b ] || exec env -i PATH="$PATH" bash -c "$2" """,
+        "srun": f'while [ $1 != {python} ]; do shift; done; exec "$@"',
+        "mpirun": f'while [ $1 != {python} ]; do shift; done; exec "$@"',
+    }
+    programs.add(launcher, body[launcher])
+    code = run_script(text.replace("/python-of-test", str(python)), **variables)
+    files = sorted(programs.folder.glob("step.*"))
+    return [file.read_text().split("\0")[2:-1] for file in files], code
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun", "pssh", "ssh"])
+def test_nodes_are_checked_by_each_host_then_as_pairs_then_judged(
+    launcher: str, programs: Programs, tmp_path: Path
+) -> None:
+    programs.add("scontrol", "printf 'a\\nb\\n'")
+    target = SLURM if launcher == "srun" else (f"--{launcher}", *HOSTS)
+    words = ("doctor", "--nodes", "--launches", "3", "--floor=0.1", "--json", "x y.json")
+    text = script_of(*target, "--python", "/python-of-test", "--out", "my runs", words=words)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n"} if launcher == "srun" else {}
+    (check, network, verdict), code = _doctor_steps(programs, launcher, text, **job)
+    (folder,) = (tmp_path / "my runs").iterdir()
+    assert folder.name.startswith("stepmark-doctor-")
+    assert check == [
+        *("doctor", "--nodes", "--out", str(folder), "--device", "cuda", "--launches", "3")
+    ]
+    assert network[:4] == ["comm", "p2p-matrix", "--out", f"{folder}/network"]
+    assert "--partners" not in network
+    assert network[network.index("--launches") + 1] == "3"
+    assert verdict == [
+        *("doctor", "--nodes", "--from", str(folder), "--expect", "a,b"),
+        *("--floor=0.1", "--json", "x y.json", "--gpus-per-node", "2"),
+    ]
+    assert code == 3  # that of the verdict, the third step
+    if launcher in ("pssh", "ssh"):
+        assert text.count("STEPMARK_NPROC=2") == text.count("STEPMARK_NPROC=1") == 1
+
+
+def test_a_measured_network_is_part_of_the_verdict(programs: Programs, tmp_path: Path) -> None:
+    words = ("doctor", "--nodes")
+    text = script_of("--mpirun", *HOSTS, "--python", "/python-of-test", words=words)
+    run = '"$out"/network/2026/run.json'
+    text = text.replace("# The verdict", f"mkdir -p {run[:-9]}; touch {run}\n# The verdict")
+    (*_, verdict), _ = _doctor_steps(programs, "mpirun", text)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert verdict[-2:] == ["--pairs", f"{folder}/network/2026"]
+
+
+def test_one_host_has_no_network_and_many_have_some_pairs() -> None:
+    words = ("doctor", "--nodes")
+    ranks = ("--nproc-per-node", "2")
+    assert "p2p-matrix" not in script_of("--slurm", *ranks, words=words)
+    text = script_of("--slurm", "-N", "21", *ranks, words=words)
+    assert "p2p-matrix" in text
+    assert "--device cpu" in text
+    assert "--partners 2" in text
+    assert "--nproc 2" in text
+
+
 def test_a_restarted_job_resumes_the_run_that_it_began(
     programs: Programs, tmp_path: Path
 ) -> None:
@@ -97,6 +163,7 @@ def test_a_restarted_job_resumes_the_run_that_it_began(
 EFFECTS = [
     (("-N", "3"), "#SBATCH --nodes=3"),
     (("-p", "gpu"), "#SBATCH --partition=gpu"),
+    (("--output", "%x of %j"), "#SBATCH --output='%x of %j'"),
     (("-A", "me"), "#SBATCH --account=me"),
     (("--qos", "high"), "#SBATCH --qos=high"),
     (("--time", "30m"), "#SBATCH --time=00:30:00"),
@@ -184,6 +251,41 @@ def test_pssh_gives_each_host_the_key_through_stdin(programs: Programs, tmp_path
     }
     given = (programs.folder / "pssh").read_text().split("\0")
     assert given[:8] == ["-I", "-i", "-t", "0", "-p", "2", "-h", "iplist"]
+
+
+def test_ssh_gives_each_host_its_rank_and_the_key_through_stdin(programs: Programs) -> None:
+    """The fake ssh runs its command as a shell of a host does, and keeps its words."""
+    python = programs.add(
+        "a python",
+        """printf '%s\\0' "$@" "$A" > words.$STEPMARK_HOST_RANK
+    env | grep ^STEPMARK_ > variables.$STEPMARK_HOST_RANK; exit $((STEPMARK_HOST_RANK + 3))""",
+    )
+    programs.add(
+        "ssh",
+        """printf '%s\\0' "$@" > "ssh.$1"; cd /; exec env -i PATH="$PATH" bash -c "$2" """,
+    )
+    text = script_of("--ssh", *HOSTS, "--python", str(python), "--export", "A", words=NASTY)
+    assert run_script(text, A=PASSED) == 3  # that of the first host
+    keys = set()
+    for rank, host in enumerate("ab"):
+        words = (programs.folder / f"words.{rank}").read_text().split("\0")
+        assert words == ["-m", "stepmark", *NASTY, PASSED, ""]
+        pairs = (programs.folder / f"variables.{rank}").read_text().splitlines()
+        variables = dict(pair.split("=") for pair in pairs)
+        keys.add(variables.pop("STEPMARK_KEY"))
+        assert variables["STEPMARK_HOSTS"] == "a,b"
+        assert variables["STEPMARK_NPROC"] == "2"
+        given = (programs.folder / f"ssh.{host}").read_text()
+        assert PASSED.strip() not in given
+        assert not any(key in given for key in keys)
+    assert len(keys) == 1
+
+
+def test_users_in_a_file_of_hosts_are_not_dropped_for_ssh(tmp_path: Path) -> None:
+    (tmp_path / "iplist").write_text("me@10.0.0.1:22\n")
+    code, out, err = called("--ssh", "--hosts", "iplist", "--gpus-per-node", "1", "--", *COMM)
+    assert (code, out) == (2, "")
+    assert "--hosts me@10.0.0.1:22 is invalid" in err
 
 
 def test_torchrun_has_a_command_per_host() -> None:
@@ -357,6 +459,13 @@ BAD = [
     (("--pssh", *HOSTS, "--on-interrupt", "cancel"), COMM, "only with --slurm"),
     ((*SLURM, "--on-interrupt", "explode"), COMM, "leave, cancel"),
     (("--follow", "7", "--requeue"), (), "--requeue"),
+    ((*SLURM, "-o", "x.txt"), COMM, "-o x.txt is invalid: it must be a folder for runs"),
+    (("--pssh", *HOSTS, "--output", "x"), COMM, "only with --slurm"),
+    (SLURM, ("doctor",), "command doctor is invalid: it must be doctor --nodes"),
+    (SLURM, ("doctor", "--nodes", "--device", "cpu"), "--device cpu"),
+    (SLURM, ("doctor", "--nodes", "--from", "x"), "the job gives a verdict on its own hosts"),
+    ((*SLURM, "--requeue"), ("doctor", "--nodes"), "a verb that can resume its run"),
+    (("--torchrun", *HOSTS), ("doctor", "--nodes"), "another target: ranks of torchrun"),
     (("--follow", "7"), COMM, "beside --follow"),
     (("--fabric", "list", "--slurm"), (), "beside --fabric"),
 ]

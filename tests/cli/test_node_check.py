@@ -18,6 +18,7 @@ from tests.store.writers import new_run
 from stepmark.cases.comm_case import CommCase
 from stepmark.cases.plan import Entry, How, Plan
 from stepmark.ground.units import MIB
+from stepmark.measuring.job import Job
 from stepmark.model.collectives import Collective
 from stepmark.nodes import node_check, node_check_verb
 from stepmark.nodes.node_check import NodeCheck
@@ -70,10 +71,44 @@ def test_a_slow_and_a_missing_host_are_to_be_avoided(tmp_path: Path) -> None:
     assert len(rows) == 5 * 8 + 1
 
 
-def test_two_hosts_cannot_be_told_apart(tmp_path: Path) -> None:
+def test_of_two_hosts_the_slower_is_to_be_avoided(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, fleet(2, 1, {(1, 0): 0.8}))
-    assert stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path).returncode == 3
-    assert failing(folder) == ""
+    done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
+    assert done.returncode == 1
+    assert failing(folder) == "n001\n"
+    assert "what two cannot tell:\n  gemm" in done.stdout
+
+
+def test_hosts_without_gpus_have_no_column_of_them(tmp_path: Path) -> None:
+    checks = fleet(3, 1)
+    headings = []
+    for number, count in ((0, 0), (1, 1)):
+        folder = folder_of(
+            tmp_path / str(number), [replace(c, num_devices=count) for c in checks]
+        )
+        done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
+        headings.append(
+            next(x.split() for x in done.stdout.splitlines() if x.startswith("node "))
+        )
+    assert headings == [["node", "outcome", "why"], ["node", "GPUs", "outcome", "why"]]
+
+
+def test_a_job_names_its_hosts_whatever_they_call_themselves(tmp_path: Path) -> None:
+    """Pairs have the names of the hosts, the check those of the job."""
+    checks = [
+        replace(check, host=f"10.0.0.{number}", nodename=f"n{number:03}.cluster")
+        for number, check in enumerate(fleet(4, 8))
+    ]
+    checks = [
+        replace(c, figures=tuple(replace(f, where=(c.host,)) for f in c.figures))
+        for c in checks
+    ]
+    folder = folder_of(tmp_path, checks)
+    run = run_of_pairs(tmp_path, 4, slow=2)
+    words = ["--from", str(folder), "--pairs", str(run), "--json", "-"]
+    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
+    nodes = {node["host"]: node["outcome"] for node in json.loads(done.stdout)["nodes"]}
+    assert nodes["10.0.0.2"] == "slow", done.stderr
 
 
 def test_a_table_of_a_large_fleet_leaves_out_what_is_healthy(tmp_path: Path) -> None:
@@ -132,6 +167,31 @@ def test_ranges_of_hosts_are_refused(tmp_path: Path) -> None:
     done = stepmark(*DOCTOR, *words, cwd=tmp_path)
     assert done.returncode == 2
     assert "scontrol show hostnames" in done.stderr
+
+
+def test_a_host_has_the_name_by_which_its_job_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host is expected by this name."""
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    name = node_check_verb._name_of_host
+    own = os.uname().nodename
+    jobs = {
+        hosts: Job(hosts=hosts, rank=1, port=1, key=b"", nproc=None, join_s=1.0)
+        for hosts in (("10.0.0.1", "10.0.0.2"), ("a", own), ("n1", "n2"))
+    }
+    assert [name(None), *map(name, jobs.values())] == [own, "10.0.0.2", own, "n2"]
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert [name(None), *map(name, jobs.values())] == ["n1", "10.0.0.2", own, "n1"]
+
+
+def test_properties_of_ports_are_those_of_hardware(tmp_path: Path) -> None:
+    for port, speed, state in (("eth0", "400000", "up"), ("eth1", "400000", "down")):
+        (tmp_path / "net" / port / "device").mkdir(parents=True)
+        (tmp_path / "net" / port / "speed").write_text(speed)
+        (tmp_path / "net" / port / "operstate").write_text(state)
+    (tmp_path / "net" / "veth1").mkdir()
+    ports = node_check_verb._ports(tmp_path)
+    assert node_check_verb._text_of(ports) == "1 x 400 Gb/s up, 1 x 400 Gb/s down"
+    assert [port.bytes_per_s for port in ports] == [50e9, 50e9]
 
 
 def test_a_process_sees_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +348,24 @@ def test_a_host_whose_network_is_slow(num_hosts: int, outcome: str, tmp_path: Pa
     if outcome == "slow":
         assert {nodes[host] for host in nodes if host != "n002"} == {"healthy"}
         assert done.returncode == 1
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_a_host_without_a_check_leaves_the_verdict_on_the_others(
+    num_hosts: int, tmp_path: Path
+) -> None:
+    """It hung, and the run of the network may have it all the same."""
+    folder = folder_of(tmp_path, fleet(num_hosts, 8)[:-1])
+    run = run_of_pairs(tmp_path, num_hosts)
+    names = [f"n{host:03}" for host in range(num_hosts)]
+    words = ["--from", str(folder), "--pairs", str(run), "--expect", ",".join(names)]
+    done = stepmark(*DOCTOR, *words, "--json", "-", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert failing(folder) == f"{names[-1]}\n"
+    document = json.loads(done.stdout)
+    assert [node["outcome"] for node in document["nodes"]][-1] == "failed"
+    pairs = [row["where"] for row in document["figures"] if "network" in str(row["figure"])]
+    assert len(pairs) == (num_hosts - 1) * (num_hosts - 2)
 
 
 def test_pairs_of_other_hosts_are_refused(tmp_path: Path) -> None:

@@ -44,6 +44,19 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def test_a_report_goes_into_a_folder_to_a_file_or_to_stdout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there").mkdir()
+    names = {"new/": "new/report.html", "there": "there/report.html", "x": "x"}
+    for out, name in names.items():
+        assert main.status(["report", RUN, "-o", out]) == 0
+        assert capsys.readouterr().out == f"{name}\n"
+        assert (tmp_path / name).read_bytes().startswith(b"<!doctype html>")
+    assert main.status(["report", RUN, "-o", "-"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("</html>")
+
+
 def written(name: str, path: Path) -> int:
     words, _ = FILES[name]
     return main.status([*words, str(path)])

@@ -512,13 +512,13 @@ def test_help_lists_a_frameworks_settings(run: Program, framework: str) -> None:
 def test_help_says_what_a_value_is(run: Program) -> None:
     text = run("generate --framework megatron --help-all").text
     for word in (
-        "--vpp <int>",
-        "--moe-aux-loss-coeff <float>",
+        "--vpp N",
+        "--moe-aux-loss-coeff NUMBER",
         "--cp-comm-type p2p|all_gather",
     ):
         assert word in text
     zero = run("generate --framework deepspeed --help-all").text
-    assert re.findall(r"^  (--stage\b[^3].*?)  ", zero, re.M) == ["--stage, --zero-stage <int>"]
+    assert re.findall(r"^  (--stage\b[^3].*?)  ", zero, re.M) == ["--stage, --zero-stage N"]
 
 
 def test_every_name_of_a_switch_has_an_opposite(run: Program) -> None:

@@ -136,7 +136,7 @@ def test_the_others_say_that_they_have_no_effect(run: Program, framework: str) -
 def _is_switch(run: Program, framework: str, name: str) -> bool:
     if framework not in _HELP:
         _HELP[framework] = run(f"generate --framework {framework} --help-all").text
-    found = re.search(rf"--{name.replace('_', '-')}( <str>)?\s", _HELP[framework])
+    found = re.search(rf"--{name.replace('_', '-')}( [A-Z]+)?\s", _HELP[framework])
     assert found, name
     return not found[1]
 

@@ -17,6 +17,7 @@ from tests.cluster.network import Host, sh
 from tests.cluster.slurm import Slurm
 
 from stepmark.ground import processes
+from stepmark.nodes import node_check
 
 pytestmark = pytest.mark.cluster
 
@@ -90,6 +91,34 @@ def test_training_is_submitted(tmp_path: Path) -> None:
     (record,) = records(tmp_path)
     assert record["kind"] == "measured"
     assert len(record["samples"]["seconds"]) == 2
+
+
+@pytest.mark.usefixtures("slurm")
+def test_the_nodes_of_a_job_are_checked(hosts: list[Host], tmp_path: Path) -> None:
+    """One command: devices of both hosts, the network between them, the verdict."""
+    words = (*NODES, "--output", "%x.txt", "--submit", "--", "doctor", "--nodes")
+    hosts[1].shape(400)
+    try:
+        process = launch(tmp_path, *words, "--launches", "2", "--budget", "30s")
+        assert process.wait(150) in (1, 3), (tmp_path / "stderr").read_text()
+    finally:
+        hosts[1].unshape()
+    out = (tmp_path / "stepmark-doctor.txt").read_text()
+    assert (tmp_path / "stdout").read_text() == out
+    (folder,) = (tmp_path / "runs").iterdir()
+    checks = {check.host: check for check in node_check.read_all(folder)}
+    assert set(checks) == {"n1", "n2"}
+    assert {figure.name.split()[0] for figure in checks["n1"].figures} == {"gemm", "copy"}
+    rates = {
+        words[0]: float(words[7])
+        for words in (line.split() for line in out.splitlines())
+        if words[1:3] == ["network", "p2p"] and words[0][-1] != ":"
+    }
+    assert set(rates) == {"n1-n2", "n2-n1"}
+    assert rates["n2-n1"] < 0.055  # GB/s: 400 Mbit/s
+    assert "which end is slow" in out
+    assert "GPU" not in out
+    assert "network between hosts" not in out  # among what is not tested
 
 
 @pytest.mark.usefixtures("slurm")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepmark.ground.units import MIB
-from stepmark.measuring.nvidia import Health
+from stepmark.measuring.nvidia import Health, Links
 from stepmark.nodes import bench_node_check
 
 SIZE = 4 * MIB
@@ -69,6 +69,33 @@ def test_changes_and_pending_repairs_are_failures() -> None:
     assert len(texts) == 4
     for text, words in zip(texts, ("2 uncorr", "1 memory", "reset", "Xid 79"), strict=True):
         assert words in text
+
+
+def test_facts_of_a_gpu_are_those_that_do_not_change_with_its_load() -> None:
+    """The generation of an idle PCIe link falls; its width and the greatest one do not."""
+    before = bench_node_check.state("cpu")
+    assert bench_node_check.facts(before) == {"CPU": before.device.info.name}
+    links = Links(
+        pcie_generation=1,
+        pcie_max_generation=5,
+        pcie_width=8,
+        pcie_max_width=16,
+        fabric="NVLink",
+        num_fabric_links=0,
+    )
+    info = replace(
+        before.device.info, name="card", num_sms=132, memory_bytes=2**37, power_limit_w=700.0
+    )
+    gpu = replace(before, device=replace(before.device, info=info, links=links))
+    assert bench_node_check.facts(gpu) == {
+        "GPU": "card",
+        "memory of the GPU": "128 GiB",
+        "power limit": "700 W",
+        "PCIe": "gen5, x8 of x16",
+        "NVLink links": "0",
+    }
+    unknown = replace(gpu, device=replace(gpu.device, links=Links()))
+    assert "PCIe" not in bench_node_check.facts(unknown)
 
 
 @pytest.mark.gpu

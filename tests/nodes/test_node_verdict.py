@@ -8,7 +8,7 @@ from itertools import permutations
 
 import pytest
 
-from stepmark.nodes.node_check import Figure, NodeCheck, Remark, merged
+from stepmark.nodes.node_check import Fact, Figure, NodeCheck, Remark, merged
 from stepmark.nodes.node_verdict import FleetVerdict, Outcome, judge, judge_figures
 
 HEALTHY, SLOW, FAILED = Outcome.HEALTHY, Outcome.SLOW, Outcome.FAILED
@@ -98,15 +98,67 @@ def test_an_erratic_node_does_not_hide_the_others() -> None:
     assert outcomes(verdict)["n007"] is not HEALTHY
 
 
-def test_two_nodes_cannot_be_told_apart() -> None:
+def test_of_two_nodes_the_slower_is_slow_and_what_both_share_is_unknown() -> None:
     verdict = judge(fleet(2, 1, {(1, 0): 0.7}), floor=FLOOR)
+    assert outcomes(verdict) == {"n001": SLOW}
+    assert verdict.failing_hosts == ("n001",)
+    (reason,) = verdict.nodes[1].reasons
+    assert reason.startswith("n001/0: gemm 8192x8192x8192 bf16: 0.70")
+    assert reason.endswith(" of n000/0")
+    (unknown,) = verdict.unknown
+    assert "whether both are slow" in unknown
+    assert "data sheet" in unknown  # it has a peak
+
+
+def test_two_nodes_that_agree_are_healthy_but_not_known_to_be_fast() -> None:
+    verdict = judge(fleet(2, 1), floor=FLOOR)
+    assert outcomes(verdict) == {}
+    assert len(verdict.unknown) == 1
+    assert judge(fleet(3, 1), floor=FLOOR).unknown == ()
+
+
+def test_two_nodes_whose_launches_differ_cannot_be_told_apart() -> None:
+    verdict = judge(fleet(2, 1, noise=0.1), floor=FLOOR)
     assert outcomes(verdict) == {"n000": CANNOT_TELL, "n001": CANNOT_TELL}
-    assert verdict.failing_hosts == ()
+    assert all("of n00" in reason for node in verdict.nodes for reason in node.reasons)
+
+
+@pytest.mark.parametrize(
+    ("peak", "back", "outcome", "text"),
+    [
+        (1.2, 1.0, HEALTHY, ""),
+        (10.0, 1.0, CANNOT_TELL, "10% of the link's rate, and two directions may both be slow"),
+        (None, 1.0, CANNOT_TELL, "the link's rate is unknown"),
+        (1.2, 0.6, CANNOT_TELL, "slow; which end is the cause is not known: b-a"),
+    ],
+)
+def test_the_two_directions_between_two_nodes(
+    peak: float | None, back: float, outcome: Outcome, text: str
+) -> None:
+    checks = pairs(["a", "b"], lambda source, _: 1.0 if source == "a" else back)
+    with_peak = tuple(replace(figure, peak=peak) for figure in checks[0].figures)
+    verdict = judge([replace(checks[0], figures=with_peak), checks[1]], floor=FLOOR)
+    assert {node.outcome for node in verdict.nodes} == {outcome}
+    assert all(text in " ".join(node.reasons) for node in verdict.nodes)
+    assert ["which end is slow" in line for line in verdict.unknown] == [True]
+
+
+def test_properties_that_differ_are_named_with_the_rarest_first() -> None:
+    def check(host: str, width: str) -> NodeCheck:
+        facts = (
+            Fact(where=f"{host}/0", name="GPU", value="card"),
+            Fact(where=f"{host}/0", name="PCIe", value=width),
+        )
+        return NodeCheck(host=host, checked_at="", facts=facts)
+
+    checks = [check("a", "x16"), check("b", "x8"), check("c", "x16")]
+    assert judge(checks, floor=FLOOR).differences == ("PCIe: x8 (b/0); x16 (a/0, c/0)",)
 
 
 def test_two_nodes_of_which_one_is_below_the_data_sheets_limit() -> None:
     verdict = judge(fleet(2, 1, {(1, 0): 0.5}), floor=FLOOR)
-    assert outcomes(verdict) == {"n000": CANNOT_TELL, "n001": FAILED}
+    assert outcomes(verdict) == {"n001": FAILED}
+    assert verdict.unknown == ()  # the other is above the limit
 
 
 def test_a_whole_fleet_below_the_data_sheets_limit_fails() -> None:

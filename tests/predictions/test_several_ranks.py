@@ -11,7 +11,6 @@ import pytest
 
 from stepmark.cases.training import DataParallel
 from stepmark.cli.main import status
-from stepmark.predictions import contention
 from stepmark.predictions.calibration import host_of_run, slowest_rank
 from stepmark.predictions.host_times import passes_s
 from stepmark.predictions.inputs import Inputs
@@ -23,7 +22,7 @@ from stepmark.step.workload import CommOp
 from stepmark.store import plans
 from stepmark.store.view import read_with_warnings
 from stepmark.timeline.ledger import Group, Work
-from stepmark.traces.kineto.arrivals import rank_parts
+from stepmark.traces.kineto.arrivals import matched, rank_parts
 from stepmark.traces.kineto.kernels import measured_ops
 from stepmark.traces.trace_files import map_traces
 from stepmark.traces.trace_options import KernelsOptions
@@ -144,7 +143,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     slowest = slowest_rank(by_rank, workload)
     waits = {
         rank: sum(end - start for start, end, _ in own.waiting)
-        for rank, own in contention.matched(by_rank, lambda _n: True).ranks.items()
+        for rank, own in matched(by_rank, lambda _n: True).ranks.items()
     }
     assert len(waits) == 4
     assert min(waits, key=waits.__getitem__) == slowest

@@ -167,6 +167,8 @@ def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert re.search(r"\n    host +0\.031 +0\.001 +-0\.030 +-2\.9\n", text)
     assert status(["report", str(first)]) == 0
     assert (first / "report.html").exists()
+    assert status(["report", str(first), str(second), "-o", f"{tmp_path}/"]) == 0
+    assert (tmp_path / page.name).exists()
 
 
 def test_runs_without_a_common_step_are_refused(

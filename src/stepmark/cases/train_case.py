@@ -96,7 +96,7 @@ class TrainCase:
     grad_accum: int = field_of(
         Role.STRICT,
         1,
-        "micro-steps per optimizer step [1; 8 with --schedule micro]",
+        "micro-steps per step [1; 8 with --schedule micro]",
         *("--grad-accum", "--grad-acc-steps", "--grad_acc_steps"),
         reads=Count,
         group="Optimizer step",

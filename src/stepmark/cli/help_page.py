@@ -8,7 +8,8 @@ from stepmark.ground import options
 from stepmark.ground.options import Option
 
 WIDTH = 100  # columns, on a terminal that has them
-_WIDEST = 34  # of the options; the help of a longer one begins on a line of its own
+# Share of a page for options; the help of a longer one begins on a line of its own.
+_OPTIONS_SHARE = 0.31
 _NARROWEST = 50  # of a page
 _ARGUMENTS = "Arguments"
 # Small groups of options that stand under one heading.
@@ -41,6 +42,11 @@ class Page:
         columns = min(shutil.get_terminal_size().columns, WIDTH)
         self._width = max(columns - 2, _NARROWEST)
         self._parts: list[str] = []
+
+    @property
+    def widest(self) -> int:
+        """Characters of the column of options."""
+        return int(self._width * _OPTIONS_SHARE)
 
     @property
     def text(self) -> str:
@@ -95,7 +101,7 @@ def write(
     """
     shown, num_left_out = _sections(cls, everything=everything)
     widths = [len(words) for rows in shown.values() for words, _ in rows]
-    width = max((each for each in widths if each <= _WIDEST), default=0)
+    width = max((each for each in widths if each <= page.widest), default=0)
     for title in sorted(shown, key=lambda title: title != _ARGUMENTS):
         rows = [(words.ljust(width), text) for words, text in shown[title]]
         page.section(title, rows, width)
@@ -103,7 +109,7 @@ def write(
         page.examples(examples)
     note = "[...] is a default."
     if num_left_out:
-        note += f" {name} --help-all: {num_left_out} more options, and all spellings."
+        note += f" {name} --help-all: {num_left_out} more options."
     page.paragraph(note)
 
 

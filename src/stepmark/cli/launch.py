@@ -9,7 +9,7 @@ from stepmark.cli import main
 from stepmark.cli.commands import Command, UnknownOptionError, Values
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import build, load
-from stepmark.launching.launch_options import RESUME
+from stepmark.launching.launch_options import CHECK, RESUME
 
 MEASURING = ("run", "comm", "op", "train", "calibrate", "replay")
 _FILES = (".json", ".toml", ".yaml", ".yml", ".sh")
@@ -17,6 +17,13 @@ _RANKS = "it must be left out: --gpus-per-node or --nproc-per-node sets the rank
 _OUT = "it must be left out: give --out before the --"
 _NEW = "it must be left out: a job measures a new run; -- resume RUN goes on with another"
 _REFUSED = {"nproc": _RANKS, "out": _OUT, "resume": _NEW, "dry_run": _NEW}
+_LAUNCHED = (*MEASURING, RESUME, CHECK)
+_VERDICT = "it must be left out: the job gives a verdict on its own hosts"
+_REFUSED_OF_CHECK = {
+    **dict.fromkeys(("nproc", "device", "gpus_per_node"), _RANKS),
+    **dict.fromkeys(("read_from", "pairs", "expect"), _VERDICT),
+    "out": _OUT,
+}
 
 
 class Wrapper(Command):
@@ -30,7 +37,7 @@ class Wrapper(Command):
             verbs = (
                 word
                 for before, word in pairwise(["", *words])
-                if word in MEASURING and not self.valued(before)
+                if word in (*MEASURING, CHECK) and not self.valued(before)
             )
             verb = next(verbs, None)
             if verb is None or "--" in words:
@@ -45,10 +52,13 @@ class Launch(Wrapper):
     def check(self, values: Values) -> None:
         if not values["words"]:
             return
-        name = values["words"][0]
-        if name not in (*MEASURING, RESUME):
-            raise not_one_of("command", name, (*MEASURING, RESUME), ", a verb that measures")
-        check_arguments(values["words"], {} if name == RESUME else _REFUSED)
+        name, *arguments = values["words"]
+        if name not in _LAUNCHED:
+            raise not_one_of("command", name, _LAUNCHED, ", a verb that measures")
+        if name == CHECK and "--nodes" not in arguments:
+            raise ConfigError("command", CHECK, "doctor --nodes, which checks hosts for a job")
+        refused = {RESUME: {}, CHECK: _REFUSED_OF_CHECK}
+        check_arguments(values["words"], refused.get(name, _REFUSED))
 
 
 def check_arguments(words: Sequence[str], refused: Mapping[str, str]) -> None:

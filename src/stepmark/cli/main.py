@@ -60,9 +60,9 @@ def main() -> None:
     """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
     signals.watch()
     streams.check()
-    if sys.argv[1:2] == ["doctor"]:  # each host by itself
-        os.environ.pop(outer_launcher.HOSTS, None)
-    code = _job_status() if outer_launcher.is_agent() else status(sys.argv[1:])
+    is_check = sys.argv[1:2] == ["doctor"]  # of each host by itself
+    has_agents = outer_launcher.is_agent() and not is_check
+    code = _job_status() if has_agents else status(sys.argv[1:])
     if outer_launcher.is_rank():
         if code in (130, 143):  # other ranks must get the signal before they miss this one
             time.sleep(_SIGNAL_S)

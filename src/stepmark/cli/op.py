@@ -1,6 +1,7 @@
 """stepmark op FAMILY: one operator family, or every operator of a model's layer."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from stepmark.cli.commands import Command, Values
@@ -51,7 +52,10 @@ class _Command(Command):
     def write_options(self, page: Page, name: str, *, everything: bool) -> None:
         if self.family is None:
             title = "Families (stepmark op FAMILY --help shows their options)"
-            page.section(title, [(family, _about(family)) for family in FAMILY_WORDS])
+            abouts = {family: _about(family) for family in FAMILY_WORDS}
+            if not everything:
+                abouts = {family: _clause(text) for family, text in abouts.items()}
+            page.section(title, list(abouts.items()))
         super().write_options(page, name, everything=everything)
 
 
@@ -59,6 +63,11 @@ def _about(family: str) -> str:
     if family == LAYER:
         return _LAYER
     return " ".join((ALL_FAMILIES[family].__doc__ or "").split("\n\n")[0].split())
+
+
+def _clause(text: str) -> str:
+    """Return the first clause of a sentence, as far as what stands in brackets."""
+    return re.split(r"[,:;.]| \[", text)[0]
 
 
 def _switches() -> set[str]:

@@ -10,7 +10,6 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_grid import Grid, read_grid
 
 _DOC = "Predict a step by measured parts or data sheet"
-_LISTS = "--tp 2,4: a table"
 
 
 class _Command(Command):
@@ -59,8 +58,8 @@ def command(words: list[str]) -> Command:
         return _Command(
             PredictOptions,
             "stepmark.predictions.predict:run",
-            f"{_DOC}; --framework NAME: its flags; {_LISTS}.",
-            "predict llama-3.1-70b --nproc 1024 --tp 2,4,8 --device h100-sxm,h200 --tokens 15T",
+            f"{_DOC}; --framework NAME: its flags.",
+            "predict llama-3.1-70b --nproc 64 --tp 2,4,8 --device h200  # a table",
             "predict --from-run latest --what-if link=2x",
             "predict workload.json --device h100-sxm",
             "predict torchtitan.toml --nproc 256 --device h100-sxm",
@@ -75,11 +74,10 @@ def command(words: list[str]) -> Command:
     framework_command = _Command(
         framework_job.options_class(name),
         "stepmark.predictions.predict:run",
-        f"{_DOC}; {_LISTS}. The job is described as in `workload generate`; these are {name}'s "
-        "settings.",
-        "predict llama-3.1-70b --framework megatron --nproc 256 --tp 2,4 --pp 4 --device h100",
-        "predict llama-3.1-8b --framework deepspeed --zero-stage 3 --nproc 64 --device a100",
-        "predict llama-3.1-8b --framework pytorch --nproc 64 --tp 2 --device h100",
+        f"{_DOC}, for a job of `workload generate` with {name}'s settings.",
+        "predict gpt-7b --framework megatron --nproc 64 --tp 2,4 --device h100",
+        "predict gpt-7b --framework deepspeed --nproc 8 --device a100",
+        "predict gpt-7b --framework pytorch --nproc 64 --tp 2 --device h100",
     )
     framework_command.framework = name
     return framework_command

@@ -39,8 +39,8 @@ VERBS = {
         "What this machine is; what would be measured, what not, and why.",
         (
             "doctor",
-            "doctor --nodes --out /shared/checks   # on each host, before a big job",
-            "doctor --nodes --from /shared/checks  # the verdict on all of them",
+            "doctor --nodes --gpus-per-node 8    # this host, before a big job",
+            "launch --slurm -N 16 --gpus-per-node 8 -- doctor --nodes  # all hosts",
         ),
     ),
     "check": Verb(
@@ -91,7 +91,7 @@ VERBS = {
         "Measure training steps: single, DDP, FSDP, TP, PP.",
         "stepmark.training.train:run",
         "stepmark.training.train_options:TrainOptions",
-        "Train for real: steps of single, DDP, FSDP, TP, PP by phase, MFU by convention.",
+        "Train for real: single, DDP, FSDP, TP, PP; time by phase, MFU by convention.",
         (
             "train llama-3.1-8b --strategy fsdp --mbs 1,2 --compile",
             "train llama-3.1-8b --scale tiny --device cpu --nproc 2",
@@ -116,11 +116,11 @@ VERBS = {
         "Which layout should a model train with on N GPUs?",
         "stepmark.layouts.plan:run",
         "stepmark.layouts.plan_options:PlanOptions",
-        "Search the layouts of a model on a number of GPUs: the fastest that fits, and why.",
+        "Search a model's layouts on some GPUs: the fastest that fits, and why.",
         (
-            "plan llama-3.1-70b --gpus 256 --gbs 1024 --device h100-sxm --network dgx-h100",
-            "plan qwen3-30b-a3b --gpus 64 --gbs 512 --device h200 --framework pytorch",
-            "plan llama-3.1-8b --gpus 64,128,256 --gbs 512 --device h100-sxm --tokens 15T",
+            "plan llama-3.1-70b --gpus 256 --gbs 1024 --device h100-sxm",
+            "plan gpt-7b --gpus 64 --gbs 512 --device h100 --network dgx-h100",
+            "plan llama-3.1-8b --gpus 64,128 --gbs 512 --device h200 --tokens 15T",
         ),
     ),
     "replay": Verb(
@@ -174,12 +174,12 @@ VERBS = {
         ),
     ),
     "launch": Verb(
-        "Print or submit a job of several hosts: Slurm, torchrun, mpirun, pssh.",
+        "Print or submit a job of several hosts: Slurm, mpirun, ssh, torchrun.",
         "stepmark.launching.launch:run",
         "stepmark.launching.launch_options:LaunchOptions",
         "Print, or submit and follow, what starts a measuring verb on the hosts of a cluster.",
         (
-            "launch --slurm --nodes 4 --gpus-per-node 8 -- comm all_reduce -b 1K -e 1G",
+            "launch --slurm -N 4 --gpus-per-node 8 -- comm all_reduce -b 1K -e 1G",
             "launch --torchrun --hosts a,b --gpus-per-node 8 -- train llama-3.1-8b",
             "launch --follow 123456",
         ),

@@ -41,14 +41,14 @@ def _generate(args: list[str]) -> Command:
     own["pytorch"] += f"; {aliases}: parts of it"
     frameworks = "; ".join(f"{name} ({text})" for name, text in own.items())
     doc = (
-        "Generate what one training step computes and communicates. Flags may be written with "
-        f"- or with _. Frameworks: {frameworks}. --framework NAME --help shows a framework's "
-        f"settings; these are {framework}'s."
+        "Generate what one training step computes and communicates. Frameworks: "
+        f"{frameworks}. --framework NAME --help shows its settings; these are {framework}'s. "
+        "Flags may have _ for -."
     )
     examples = (
-        "workload generate --model llama-3.1-70b --framework fsdp --world-size 64 -o w.json",
-        "workload generate --model llama-3.1-70b --world-size 512 --tp 8 --pp 4 -o w.json",
-        "workload generate --model deepseek-v3 --world-size 2048 --ep 64 --pp 16 --distinct",
+        "workload generate --model gpt-7b --framework fsdp --world-size 8",
+        "workload generate --model gpt-7b --world-size 64 --tp 8 -o w.json",
+        "workload generate --model deepseek-v3 --ep 8 --distinct",
     )
     cls = flags.options_class(framework)
     handler = f"{_HANDLERS}:run_generate"

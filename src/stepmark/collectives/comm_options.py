@@ -7,7 +7,13 @@ from stepmark.cases.comm_case import CommCase
 from stepmark.cases.fields import option_values, with_fields
 from stepmark.ground.dtypes import MESSAGE_DTYPES, DType, parse_dtype
 from stepmark.ground.errors import ConfigError, not_one_of
-from stepmark.ground.option_groups import MeasureOptions, Ranks
+from stepmark.ground.option_groups import (
+    MBS,
+    MICRO_BATCH,
+    MeasureOptions,
+    Ranks,
+    RunFolder,
+)
 from stepmark.ground.options import (
     Reader,
     Size,
@@ -97,14 +103,16 @@ class ModelMessages:
     """Sizes of a model or workload, instead of a sweep."""
 
     model: str | None = flag("message sizes of training these models", names="model")
-    mbs: WholeNumbers | None = flag("sequences per micro-batch [1]", "--mbs", "--bsz")
+    mbs: WholeNumbers | None = flag(f"{MBS} [1]", *MICRO_BATCH)
     seq_len: Annotated[int, between(1, 2**30)] | None = flag(
         "sequence length instead of the model's", rare=True
     )
     message: Words | None = flag(
         "only these of a model: activation, layer, moe_layer, dispatch", rare=True
     )
-    from_workload: str | None = flag("the distinct collectives of a workload file")
+    from_workload: str | None = flag(
+        "the distinct collectives of a workload file", metavar="FILE", rare=True
+    )
 
 
 @group
@@ -148,7 +156,9 @@ def only(value: int, reason: str) -> Reader:
 class Communicators:
     """Ranks."""
 
-    nproc: str | None = flag("ranks [all accelerators; 2 on a CPU]", "--nproc", "-g", "--ngpus")
+    nproc: str | None = flag(
+        "ranks [all accelerators; 2 on a CPU]", "--nproc", "-g", "--ngpus", metavar="N|all"
+    )
     threads: Annotated[int, only(1, "each GPU has a process; --nproc sets how many")] = flag(
         "threads per process: 1, since each GPU has a process",
         "-t",
@@ -203,7 +213,7 @@ class Calls:
         "checked calls; 0 = none [1]", "-c", "--check"
     )
     launches: Annotated[int, between(1, 100)] = flag(
-        "times that all is measured, with new communicators",
+        "repetitions with new communicators",
         *("--launches", "-N", "--run_cycles"),
         default=1,
     )
@@ -211,6 +221,8 @@ class Calls:
         "concurrent compute: gemm:8192, copy:256M, attention:BxSxHxD",
         "--overlap-with",
         "--with",
+        metavar="OP,...",
+        rare=True,
     )
 
 
@@ -275,6 +287,13 @@ class NotMeasured:
     )
 
 
+@group
+class CommFolder(RunFolder):
+    """Run."""
+
+    out: str | None = flag("folder for runs [runs]; -o is nccl-tests'", "--out", metavar="DIR")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommOptions(
     Sweep,
@@ -284,6 +303,7 @@ class CommOptions(
     Calls,
     Tables,
     NotMeasured,
+    CommFolder,
     MeasureOptions,
 ):
     """stepmark comm."""

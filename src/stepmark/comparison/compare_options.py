@@ -52,12 +52,14 @@ class CompareOptions(SourceFacts, Statistics, Files, RunsFolder):
         metavar="[NAME=]A[,A2,...] B [C ...]",
         names="run",
     )
-    baseline: str | None = flag("name of the side to compare with [first]")
+    baseline: str | None = flag("name of the side to compare with [first]", metavar="NAME")
     placement: Annotated[str, words_of("in", "out", "both")] = flag(
         "in, out (of place) or both", default="both"
     )
     allow: tuple[str, ...] = flag(
-        "pair although this differs: method, num_ranks, dtype", default=()
+        "pair although this differs: method, num_ranks, dtype",
+        default=(),
+        metavar="WORD",
     )
     force: bool = flag("pair whatever differs", default=False, rare=True)
-    html: Path | None = flag("a page with the curves and ratios")
+    html: Path | None = flag("a page with the curves and ratios", metavar="PATH")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from stepmark.ground.option_groups import Files
+from stepmark.ground.option_groups import OUT, Files
 from stepmark.ground.options import Duration, Share, between, flag, group, words_of
 
 
@@ -13,18 +13,24 @@ class Settings:
     """Settings to compare."""
 
     env: tuple[str, ...] = flag(
-        r"NAME=A,B: values of a variable; none (NAME=,B): unset; \, is a comma", default=()
+        r"NAME=A,B: values of a variable; none (NAME=,B): unset; \, is a comma",
+        default=(),
+        metavar="NAME=A,B",
     )
     flags: tuple[str, ...] = flag(
         "NAME=A,B: values of the command's flag --NAME; on, off if it takes none",
         "--set",
         default=(),
+        metavar="NAME=A,B",
     )
     python: str | None = flag(
-        "A,B: interpreters or virtual environments that run the command; none: this one"
+        "A,B: interpreters or virtual environments that run the command; none: this one",
+        metavar="PYTHON",
     )
     no_default: bool = flag("without the setting in which nothing is set", default=False)
-    baseline: str | None = flag("setting to compare with [default, or the first]")
+    baseline: str | None = flag(
+        "setting to compare with [default, or the first]", metavar="NAME"
+    )
 
 
 @group
@@ -40,8 +46,10 @@ class Rounds:
     seed: int | None = flag("of the orders [random; it is kept]", rare=True)
     timeout: Duration | None = flag("a setting that takes longer is left out [10m]")
     budget: Duration | None = flag("time for the launches; rounds are planned to fit it")
-    out: Path = flag("folder of sweeps", default=Path("sweeps"))
-    resume: str | None = flag("go on with this sweep: what is missing, more rounds")
+    out: Path = flag("folder of sweeps", *OUT, default=Path("sweeps"), metavar="DIR")
+    resume: str | None = flag(
+        "go on with this sweep: what is missing, more rounds", metavar="SWEEP"
+    )
     force: bool = flag(
         "more than 64 settings; overwrite the tuner file", default=False, rare=True
     )

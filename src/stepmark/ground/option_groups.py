@@ -10,6 +10,8 @@ from stepmark.ground.options import Duration, between, comma_list, dashed, flag,
 
 Degree = Annotated[int, between(1, 2**20)]
 Ranks = Annotated[tuple[int, ...], comma_list(between(0, 2**20))]  # limits: --nproc
+OUT = ("--out", "-o")
+MBS = "sequences per micro-batch, split by train --pp"
 MICRO_BATCH = ("--mbs", "--bsz", "--micro-batch", "--micro-batch-size", "--batch-size")
 
 RUN_NAME = "run id or its beginning, a path, or latest"
@@ -51,7 +53,7 @@ class RunsFolder:
 class RunFolder:
     """Run."""
 
-    out: str | None = flag("folder for run directories [runs]", metavar="DIR")
+    out: str | None = flag("folder for run directories [runs]", *OUT, metavar="DIR")
     dry_run: bool = flag("list the cases, run none", default=False)
 
 
@@ -60,7 +62,10 @@ class Output(RunFolder, Files):
     """Run."""
 
     resume: str | None = flag(
-        "go on with this run: skip measured cases, retry failed", rare=True, names="run"
+        "go on with this run: skip measured cases, retry failed",
+        rare=True,
+        names="run",
+        metavar="RUN",
     )
     force: bool = flag("resume although the environment differs", default=False, rare=True)
 
@@ -70,7 +75,7 @@ class Device:
     """Device."""
 
     device: str | None = flag(
-        "cuda or cpu; with --dry-run any, e.g. h200 [cuda if any]", names="device"
+        "cuda, cpu; --dry-run: any, as h200 [cuda if any]", names="device"
     )
 
 
@@ -86,7 +91,7 @@ class TimeLimits(Budget):
     """Time limits."""
 
     timeout: Duration | None = flag(
-        "a case that takes longer has failed [600s; comm 60s]", "--timeout", "-T"
+        "a longer case has failed [600s; comm 60s]", "--timeout", "-T"
     )
 
 
@@ -100,7 +105,7 @@ class ResumeOptions:
     """Run."""
 
     run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID", names="run")
-    out: Path = flag("folder of runs", "--out", "--runs", default=Path("runs"), metavar="DIR")
+    out: Path = flag("folder of runs", *OUT, "--runs", default=Path("runs"), metavar="DIR")
     force: bool = flag("resume although the environment differs", default=False)
 
 

@@ -22,19 +22,23 @@ from stepmark.ground.units import GIB, KIB, MIB, parse_bytes, parse_duration, pa
 T = TypeVar("T")
 Names = Literal["", "model", "device", "framework", "format", "run", "network"]
 _MAX_CHOICES = 40  # characters of a placeholder
+WHOLE = "N"
+REAL = "NUMBER"
+_LIST = ",..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
     """Conversion of a value from text, and back to text that reads as the same value.
 
-    read: text and field to value, raises ConfigError. choices: of a closed set, else empty.
+    read: text and field to value, raises ConfigError. metavar: what help calls a value; without
+    one it is the name of the option. choices: of a closed set, else empty.
     is_sequence: a value is a tuple of all that the text lists.
     """
 
     read: Callable[[str, str], Any]
     show: Callable[[Any], str] = str
-    metavar: str = "<str>"
+    metavar: str = ""
     choices: tuple[str, ...] = ()
     is_sequence: bool = False
 
@@ -129,7 +133,8 @@ def options(cls: type) -> tuple[Option, ...]:
                 reader=reader,
                 is_switch=kind is bool,
                 is_list=is_list,
-                metavar=declaration.metavar or reader.metavar,
+                metavar=declaration.metavar
+                or _metavar(reader, declaration.names or field.name),
                 rare=declaration.rare,
                 names=declaration.names,
             )
@@ -137,6 +142,14 @@ def options(cls: type) -> tuple[Option, ...]:
     order = list(dict.fromkeys(groups.values()))
     _OPTIONS[cls] = tuple(sorted(declared, key=lambda option: order.index(option.group)))
     return _OPTIONS[cls]
+
+
+def _metavar(reader: Reader, name: str) -> str:
+    """Return what help calls a value: for text the last word of the option's name."""
+    if reader.metavar not in ("", _LIST):
+        return reader.metavar
+    word = name.rpartition("_")[2].upper()
+    return f"{word.removesuffix('S')}{_LIST}" if reader.metavar else word
 
 
 def _groups(cls: type) -> dict[str, str]:
@@ -197,8 +210,8 @@ def exact(value: float) -> str:
 
 _READERS: dict[Any, Reader] = {
     str: Reader(read=lambda text, field: text),
-    int: Reader(read=_whole, metavar="<int>"),
-    float: Reader(read=_number, show=exact, metavar="<float>"),
+    int: Reader(read=_whole, metavar=WHOLE),
+    float: Reader(read=_number, show=exact, metavar=REAL),
     bool: Reader(read=lambda text, field: text == "True"),
     Path: Reader(read=lambda text, field: Path(text), metavar="PATH"),
 }
@@ -235,7 +248,7 @@ def text_of(*choices: str) -> Reader:
 def _choices(words: tuple[str, ...]) -> str:
     """Return the choices as a placeholder; many are better in a sentence of the help."""
     text = "|".join(words)
-    return text if words and len(text) <= _MAX_CHOICES else "<str>"
+    return text if words and len(text) <= _MAX_CHOICES else ""
 
 
 def between(low: float, high: float) -> Reader:
@@ -248,7 +261,7 @@ def between(low: float, high: float) -> Reader:
             raise ConfigError(field, text, f"from {exact(low)} to {exact(high)}")
         return value
 
-    return Reader(read=read, show=exact, metavar="<int>" if is_whole else "<float>")
+    return Reader(read=read, show=exact, metavar=WHOLE if is_whole else REAL)
 
 
 def _size(num_bytes: int) -> str:
@@ -274,7 +287,11 @@ def comma_list(of: Reader, everything: tuple[Any, ...] = ()) -> Reader:
         return "all" if values and values == everything else ",".join(map(of.show, values))
 
     return Reader(
-        read=read, show=show, metavar=f"{of.metavar},...", choices=of.choices, is_sequence=True
+        read=read,
+        show=show,
+        metavar=f"{of.metavar}{_LIST}",
+        choices=of.choices,
+        is_sequence=True,
     )
 
 

@@ -46,6 +46,11 @@ def num_local_ranks() -> int | None:
     return int(local_size) if local_size.isdecimal() else None
 
 
+def leave_hosts() -> None:
+    """Make this process, and those that it starts, act for its host instead of as an agent."""
+    os.environ.pop(HOSTS, None)
+
+
 def leave() -> bool:
     """Make this process act for its host instead of as a rank, as do those that it starts.
 

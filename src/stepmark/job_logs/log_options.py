@@ -12,10 +12,14 @@ class MessageView:
     """Messages."""
 
     histogram: bool = flag("how often each message size", default=False)
-    by: str | None = flag("tell apart: collective,dtype,group,phase or fewer [all]")
+    by: str | None = flag(
+        "tell apart: collective,dtype,group,phase or fewer [all]", metavar="FIELDS"
+    )
     bins: str | None = flag("craypat, pow2, exact, or edges 1K,64K,1M [exact while few]")
     ranks: int | None = flag("ranks of communicators that do not state them", rare=True)
-    curve: str | None = flag("run or file with measured times: what messages cost")
+    curve: str | None = flag(
+        "run or file with measured times: what messages cost", metavar="RUN|FILE"
+    )
     steps: Annotated[int, between(1, 2**31)] | None = flag(
         "training steps in the files, for figures per step"
     )
@@ -55,4 +59,6 @@ class LogsOptions(MessageView, TrainingView, Files, RunsFolder):
     )
     ended: bool = flag("the job ended: what is incomplete failed", default=False)
     tables: bool = flag("list and validate tables of results", default=False)
-    nics: str | None = flag("NICs of a host that the ranks use, to judge a table: 8x400G")
+    nics: str | None = flag(
+        "NICs of a host that the ranks use, to judge a table: 8x400G", metavar="8x400G"
+    )

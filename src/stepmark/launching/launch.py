@@ -12,13 +12,14 @@ from stepmark.ground.options import dashed, plain
 from stepmark.ground.read_text import read_whole
 from stepmark.ground.redaction import REDACTED, redact_variable, redact_words
 from stepmark.launching import scripts, slurm
-from stepmark.launching.launch_options import TARGETS, LaunchOptions, SlurmJob
+from stepmark.launching.launch_options import CHECK, TARGETS, LaunchOptions, SlurmJob
 from stepmark.model.fabrics import Setting, load_fabrics
 
 _HOST_SCRIPTS: dict[str, Callable[[LaunchOptions, Sequence[Setting], Sequence[str]], str]] = {
     "torchrun": scripts.torchrun,
     "mpirun": scripts.mpirun,
     "pssh": scripts.pssh,
+    "ssh": scripts.ssh,
 }
 _LIST = "list"
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -43,9 +44,14 @@ def run(options: LaunchOptions) -> int:
         _check_others(options, "follow", "on_interrupt")
         return slurm.follow(options.follow, cancel=cancels)
     _check(options, target)
+    if options.words[0] == CHECK and options.torchrun:
+        allowed = "another target: ranks of torchrun wait for one another"
+        raise ConfigError("torchrun", "given", allowed)
+    if options.words[0] == CHECK and options.requeue:
+        raise ConfigError("requeue", "given", "only for a verb that can resume its run")
     settings = settings_of(options)
     if target != "slurm":
-        hosts = read_hosts(options.hosts or "")
+        hosts = read_hosts(options.hosts or "", has_users=target != "ssh")
         sys.stdout.write(_HOST_SCRIPTS[target](options, settings, hosts))
         return 0
     script = scripts.slurm(options, settings)
@@ -54,7 +60,8 @@ def run(options: LaunchOptions) -> int:
         return 0
     job_id = slurm.submit(script)
     sys.stderr.write(f"job {job_id}: submitted\n")
-    output = Path(os.getcwd(), f"{options.name}-{job_id}.out")
+    pattern = options.output or scripts.OUTPUT
+    output = Path(os.getcwd(), pattern.replace("%x", options.name).replace("%j", job_id))
     return slurm.follow(job_id, output, cancel=cancels)
 
 
@@ -161,13 +168,17 @@ def settings_of(options: LaunchOptions) -> tuple[Setting, ...]:
     return tuple(settings.values())
 
 
-def read_hosts(text: str) -> tuple[str, ...]:
-    """Return the hosts that --hosts names, the first of which leads. Raises ConfigError."""
+def read_hosts(text: str, *, has_users: bool = True) -> tuple[str, ...]:
+    """Return the hosts that --hosts names, the first of which leads. Raises ConfigError.
+
+    has_users: a file may name a user and a port of each, which its reader uses.
+    """
     if os.path.isfile(text):  # False for a list that is too long for a name
         lines = read_whole(Path(text), "hosts").decode(errors="replace").splitlines()
         entries = [line.split("#")[0].split() for line in lines]
         # pssh's [user@]host[:port]; mpirun's "host slots=8"
-        names = [re.sub(r"^.*@|:\d+$", "", words[0]) for words in entries if words]
+        pattern = r"^.*@|:\d+$" if has_users else "^$"
+        names = [re.sub(pattern, "", words[0]) for words in entries if words]
     elif "/" in text:
         raise ConfigError("hosts", text, "a file that exists, or names of hosts")
     else:

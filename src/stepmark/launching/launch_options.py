@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated
 
 from stepmark.ground.errors import ConfigError
@@ -9,8 +10,10 @@ from stepmark.ground.options import Reader, Words, between, flag, group, words_o
 from stepmark.ground.units import parse_duration
 
 RESUME = "resume"  # the verb that goes on with a run
-TARGETS = ("slurm", "torchrun", "mpirun", "pssh")
+CHECK = "doctor"  # the verb that checks hosts
+TARGETS = ("slurm", "torchrun", "mpirun", "pssh", "ssh")
 Ranks = Annotated[int, between(0, 1024)]
+_PRINTED = (".txt", ".out", ".log")
 
 
 def _line(text: str, field: str) -> str:
@@ -42,6 +45,15 @@ def _job_name(text: str, field: str) -> str:
     return text
 
 
+def _folder(text: str, field: str) -> str:
+    """Read the folder of runs. A file is more likely meant for what the verb prints."""
+    if PurePath(text).suffix in _PRINTED:
+        raise ConfigError(
+            field, text, "a folder for runs (--slurm --output FILE: what the verb prints)"
+        )
+    return _line(text, field)
+
+
 Line = Annotated[str, Reader(read=_line)]
 
 
@@ -53,6 +65,7 @@ class Target:
     torchrun: bool = flag("a torchrun command per host", default=False)
     mpirun: bool = flag("a script with Open MPI's mpirun", default=False)
     pssh: bool = flag("a script with pssh", default=False)
+    ssh: bool = flag("a script with ssh alone", default=False)
     follow: Annotated[str, Reader(read=_line, metavar="JOBID")] | None = flag(
         "follow a Slurm job that is submitted already"
     )
@@ -71,7 +84,9 @@ class RankLayout:
     gpus_per_node: Ranks | None = flag("GPUs of each host, and ranks: one per GPU")
     nproc_per_node: Ranks | None = flag("ranks of each host, where it has no GPUs", rare=True)
     port: Annotated[int, between(1024, 65535)] | None = flag(
-        "port of the first host [29500; Slurm: from the job id]", rare=True
+        "port of the first host [29500; Slurm: from the job id]",
+        rare=True,
+        metavar="PORT",
     )
 
 
@@ -85,10 +100,17 @@ class SlurmJob:
     time: Annotated[str, Reader(read=_time_limit, metavar="DURATION")] | None = flag(
         "time limit: 30m, 2h, or HH:MM:SS", "--time", "-t"
     )
-    nodelist: Line | None = flag("hosts that it must have", "--nodelist", "-w", rare=True)
-    exclude: Line | None = flag("hosts that it must not have", "--exclude", "-x", rare=True)
+    nodelist: Line | None = flag(
+        "hosts that it must have", "--nodelist", "-w", rare=True, metavar="HOSTS"
+    )
+    exclude: Line | None = flag(
+        "hosts that it must not have", "--exclude", "-x", rare=True, metavar="HOSTS"
+    )
     job_name: Annotated[str, Reader(read=_job_name)] | None = flag(
         "name [stepmark-VERB]", "--job-name", "-J"
+    )
+    output: Line | None = flag(
+        "file for what the verb prints; %j: job id [NAME-JOBID.out]", metavar="FILE"
     )
     requeue: bool = flag(
         "restart it when a host fails; it then resumes its run", default=False, rare=True
@@ -118,8 +140,12 @@ class JobEnvironment:
         default=(),
         metavar="NAME[=VALUE],...",
     )
-    python: Line | None = flag("Python that has stepmark [this one; in a container stepmark]")
-    out: Line | None = flag("folder for runs [runs]", metavar="DIR")
+    python: Line | None = flag(
+        "Python that has stepmark [this one; in a container stepmark]", metavar="PYTHON"
+    )
+    out: Annotated[str, Reader(read=_folder)] | None = flag(
+        "folder for runs [runs]", "--out", "-o", metavar="DIR"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from stepmark.cases.train_case import NARROW
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.option_groups import Files
+from stepmark.ground.option_groups import MBS, MICRO_BATCH, Files
 from stepmark.ground.options import (
     REQUIRED,
     Reader,
@@ -72,7 +72,7 @@ class Job:
         names="model",
     )
     gpus: GpuCounts = flag(
-        "GPUs in all; several, or a range that doubles: a line for each number",
+        "GPUs in all; a list or doubling range: a line each",
         default=REQUIRED,
     )
     gbs: int = flag(
@@ -91,7 +91,7 @@ class Job:
         "of linear layers' products [bf16]"
     )
     framework: Annotated[str, words_of(BOTH, "megatron", "pytorch")] = flag(
-        "whose layouts: megatron, pytorch (FSDP2) or both", default=BOTH
+        "whose layouts; pytorch: FSDP2", default=BOTH
     )
 
 
@@ -110,7 +110,9 @@ class Measured:
     """Measured parts."""
 
     calibration: str | None = flag("run with measured parts of this device", names="run")
-    curve: str | None = flag("measured times of collectives: a run or nccl-tests files")
+    curve: str | None = flag(
+        "measured collectives: a run or nccl-tests files", metavar="RUN|FILE"
+    )
     anchor: str | None = flag(
         "fit factors to measured steps: a run, a log, or a CSV", metavar="RUN|LOG|CSV"
     )
@@ -149,7 +151,7 @@ class Ranges:
         default=1.0,
         rare=True,
     )
-    mbs: WholeNumbers | None = flag("sequences per micro-batch [1,2,4,8]")
+    mbs: WholeNumbers | None = flag(f"{MBS} [1,2,4,8]", *MICRO_BATCH)
     recompute: Annotated[tuple[str, ...], comma_list(words_of(*RECOMPUTED))] = flag(
         "layers that are recomputed", default=RECOMPUTED
     )
@@ -162,9 +164,7 @@ class Ranges:
 class PlanOptions(Job, Machine, NetworkOptions, Measured, Ranges, Files):
     """Output."""
 
-    html: str | None = flag(
-        "time over memory, and ledgers of the best layouts, as one page", metavar="PATH"
-    )
+    html: str | None = flag("time over memory, ledgers of the best, as a page", metavar="PATH")
     written = (*Files.written, "html")
 
     tokens: Tokens | None = flag("days of a training run over so many tokens")
@@ -172,9 +172,7 @@ class PlanOptions(Job, Machine, NetworkOptions, Measured, Ranges, Files):
     top: Annotated[int, between(1, 1000)] = flag(
         "layouts that are simulated and shown", default=20
     )
-    files: Path | None = flag(
-        "folder for the framework's own file of each shown layout", metavar="DIR"
-    )
+    files: Path | None = flag("folder for the framework's file of each layout", metavar="DIR")
     jobs: Annotated[int, between(1, 1024)] | None = flag(
         "processes that search [cores]", rare=True
     )

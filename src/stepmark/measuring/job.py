@@ -5,8 +5,6 @@ import socket
 import sys
 from dataclasses import dataclass
 
-import psutil
-
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.outer_launcher import BIND, HOSTS, is_agent
 
@@ -59,6 +57,16 @@ def listen(port: int) -> socket.socket:
         raise ConfigError(PORT, port, f"a free port ({error.strerror})") from None
 
 
+def _addresses() -> dict[str, set[str]]:
+    """Return the addresses of each network interface."""
+    import psutil  # noqa: PLC0415 - 7 ms, for jobs of several hosts alone
+
+    return {
+        interface: {each.address for each in addresses}
+        for interface, addresses in psutil.net_if_addrs().items()
+    }
+
+
 def network_environment(address: str, name: str) -> dict[str, str]:
     """Return what ranks need to reach other hosts through the interface of this address.
 
@@ -67,8 +75,8 @@ def network_environment(address: str, name: str) -> dict[str, str]:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     plain = address.removeprefix("::ffff:")
-    for interface, addresses in psutil.net_if_addrs().items():
-        if any(a.address.partition("%")[0] == plain for a in addresses):
+    for interface, addresses in _addresses().items():
+        if any(address.partition("%")[0] == plain for address in addresses):
             sys.stderr.write(f"# host {name}: GLOO_SOCKET_IFNAME={interface} ({plain})\n")
             return {"GLOO_SOCKET_IFNAME": interface}
     return {}
@@ -117,7 +125,7 @@ def _host_rank(hosts: tuple[str, ...]) -> int:
         if name in os.environ:
             return _number(name, 0, len(hosts) - 1)
     own = {socket.gethostname(), socket.gethostname().partition(".")[0]}
-    own |= {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
+    own |= set().union(*_addresses().values())
     places = [place for place, host in enumerate(hosts) if host in own]
     if not places:  # the list has full names, this host does not
         places = [place for place, host in enumerate(hosts) if host.partition(".")[0] in own]

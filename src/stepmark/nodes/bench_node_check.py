@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stepmark.ground.units import GIB, MIB, format_bytes
+from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.measuring.nvidia import pci_bus_id
 from stepmark.nodes.bench_doctor import Device, examine_device, warnings_of
 
@@ -89,6 +90,27 @@ def not_tested(state: State) -> list[str]:
     return [text for text, fact in facts.items() if fact is None]
 
 
+def facts(state: State) -> dict[str, str]:
+    """Return what should be equal on all devices of a job, by name; without what is unknown.
+
+    The generation of a PCIe link falls while it idles, so only the greatest one is a property.
+    """
+    info = state.device.info
+    if info.num_sms is None:
+        return {"CPU": info.name}
+    links = state.device.links
+    width = f"gen{links.pcie_max_generation}, x{links.pcie_width} of x{links.pcie_max_width}"
+    num_links = links.num_fabric_links
+    values = {
+        "GPU": info.name,
+        "memory of the GPU": info.memory_bytes and format_bytes(info.memory_bytes),
+        "power limit": info.power_limit_w and f"{info.power_limit_w:.0f} W",
+        "PCIe": links.pcie and width,
+        f"{links.fabric} links": None if num_links is None else str(num_links),
+    }
+    return {name: value for name, value in values.items() if value}
+
+
 def notes(before: State, after: State) -> list[str]:
     """Return present problems that do not fail a device, such as reasons of a low clock."""
     texts = [*warnings_of(before.device), *warnings_of(after.device)]
@@ -108,7 +130,8 @@ class MemoryTest:
     @property
     def text(self) -> str:
         size = format_bytes(self.num_bytes)
-        return f"{self.num_wrong} wrong bytes in {size}, {self.num_patterns} patterns"
+        patterns = plural(self.num_patterns, "pattern")
+        return f"{self.num_wrong} wrong bytes in {size}, {patterns}"
 
 
 def check_memory(

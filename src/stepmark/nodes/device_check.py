@@ -29,7 +29,7 @@ from stepmark.measuring.measure import measure_quietly
 from stepmark.measuring.rank import TEST_HOOK
 from stepmark.model.device import find_device
 from stepmark.model.ops import Copy, Gemm, HostCopy
-from stepmark.nodes.node_check import Figure, NodeCheck, Remark, host_of, merged, write
+from stepmark.nodes.node_check import Fact, Figure, NodeCheck, Remark, host_of, merged, write
 from stepmark.store import plans
 from stepmark.store.reader import latest, read_info, read_records
 from stepmark.store.view import median_s
@@ -78,7 +78,12 @@ def _check(file: Path, device: str, place: str, end: str, launches: int) -> None
 
     write(replace(empty, stage="reading the state of the device"), file)
     before = load(f"{bench}:state")(device)
-    result = replace(empty, not_tested=remarks(load(f"{bench}:not_tested")(before)))
+    facts = load(f"{bench}:facts")(before)
+    result = replace(
+        empty,
+        not_tested=remarks(load(f"{bench}:not_tested")(before)),
+        facts=tuple(Fact(where=place, name=name, value=facts[name]) for name in facts),
+    )
     write(replace(result, stage="measuring rates"), file)
     budget_s = _left_s(end, _RATES_S[device])
     plan = Plan(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed, plain
 from stepmark.ground.packages import is_installed
@@ -49,6 +50,7 @@ def run(options: DoctorOptions) -> int:
         from stepmark.nodes import node_check_verb  # noqa: PLC0415 - 90 ms
 
         return node_check_verb.run(options)
+    outer_launcher.leave_hosts()
     for name, value in plain(options).items():
         if name not in ("json", "csv"):
             raise ConfigError(dashed(name), value, "only with --nodes")
@@ -196,7 +198,7 @@ def health_text(health: "Health") -> str:
 
 def fabric_lines(findings: Findings) -> Iterator[Line]:
     for nic in findings.nics:
-        mark = OK if nic.state in ("up", "active") else MISSING
+        mark = OK if nic.is_up else MISSING
         detail = f"{nic.state or 'state unknown'}, {nic.rate or 'rate unknown'}"
         yield Line(section="Network", item=nic.name, mark=mark, detail=detail)
     if len(findings.peer_access) > 1:

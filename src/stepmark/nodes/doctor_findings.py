@@ -22,6 +22,16 @@ class Nic:
     state: str
     rate: str  # as the kernel reports it, e.g. "400 Gb/sec (4X NDR)"; "" unknown
 
+    @property
+    def is_up(self) -> bool:
+        return self.state in ("up", "active")
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Return the rate as a number; None where it is not known."""
+        number, _, unit = self.rate.partition(" ")
+        return float(number) * 1e9 / 8 if unit.startswith("Gb/s") else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:

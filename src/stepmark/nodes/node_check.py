@@ -56,9 +56,20 @@ class Remark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """A property of a place that should be equal on all hosts, such as a link's width."""
+
+    where: str
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCheck:
     """The check of one host, or of one of its devices until they are merged.
 
+    nodename: by which the host knows itself, where the job has another name for it.
+    port_bytes_per_s: rate of its fastest network port that is up.
     num_devices: accelerators of the host. failures: wrong data, hangs, new errors. unclear:
     tests that were tried and have no result. not_tested: tests that do not apply here, with
     the reason. stage: the test in progress; "" at the end.
@@ -72,6 +83,9 @@ class NodeCheck:
     unclear: tuple[Remark, ...] = ()
     not_tested: tuple[Remark, ...] = ()
     notes: tuple[Remark, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    nodename: str = ""
+    port_bytes_per_s: float | None = None
     stage: str = ""
     schema: int = NODE_CHECK_SCHEMA
 
@@ -87,6 +101,7 @@ def merged(first: NodeCheck, others: Iterable[NodeCheck]) -> NodeCheck:
             unclear=first.unclear + other.unclear,
             not_tested=first.not_tested + other.not_tested,
             notes=first.notes + other.notes,
+            facts=first.facts + other.facts,
         )
     return first
 

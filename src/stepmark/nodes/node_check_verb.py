@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,13 +27,15 @@ from stepmark.ground.options import argv, dashed, plain
 from stepmark.ground.packages import require
 from stepmark.ground.signals import catching
 from stepmark.ground.units import GB, MIB, TFLOP
-from stepmark.measuring import child
+from stepmark.job_logs.nccl_log.network_rules import plural
+from stepmark.measuring import child, job
 from stepmark.measuring.delivery import make_folder, write_files
 from stepmark.measuring.machine import Machine
 from stepmark.model.collectives import Collective
 from stepmark.nodes import node_check
 from stepmark.nodes.device_check import result_of
-from stepmark.nodes.node_check import NodeCheck, Remark, merged
+from stepmark.nodes.doctor_findings import Nic, nics
+from stepmark.nodes.node_check import Fact, NodeCheck, Remark, merged
 from stepmark.nodes.node_options import DoctorOptions
 from stepmark.nodes.node_verdict import FigureVerdict, FleetVerdict, Outcome, judge
 from stepmark.store import plans
@@ -78,26 +81,28 @@ _FABRIC = "network between hosts: give a run of comm p2p-matrix on them as --pai
 
 def run(options: DoctorOptions) -> int:
     """Check this host, or judge the checks of --from. Returns the exit code."""
+    here = None if options.read_from else job.current()
+    outer_launcher.leave_hosts()
     if options.read_from is not None:
         for name, value in plain(options).items():
             if name not in _FOR_VERDICT:
                 raise ConfigError(dashed(name), value, "it has no effect with --from")
         checks = node_check.read_all(options.read_from)
         if options.pairs is not None:
-            checks = _with_pairs(checks, options.pairs)
+            checks = _with_pairs(checks, options.pairs, options.expect or ())
         return _conclude(checks, options, options.read_from)
     if options.expect:
         raise ConfigError("expect", ",".join(options.expect), "only with --from")
     if options.pairs is not None:
         raise ConfigError("pairs", options.pairs, "only with --from")
     require("torch")
-    is_in_job = outer_launcher.is_rank()
+    is_in_job = here is not None or outer_launcher.is_rank()
     if not outer_launcher.leave():
         return 0  # another rank of this host checks it
     begin = time.monotonic()
     out = options.out or _OUT
     make_folder("out", out)
-    name = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    name = _name_of_host(here)
     with catching() as signals:
         check = _Host(name, out, options, signals, begin + (options.budget or 0.0)).check()
     if signals:
@@ -111,14 +116,26 @@ def run(options: DoctorOptions) -> int:
     return _conclude(node_check.read_all(out), options, out)  # with hosts checked before
 
 
-def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
-    """Return the checks with rates between their hosts, of a run. Raises ConfigError."""
+def _name_of_host(here: job.Job | None) -> str:
+    """Return the name by which the job, Slurm or the host itself knows this host."""
+    name = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    return name if here is None or name in here.hosts else here.hosts[here.rank]
+
+
+def _with_pairs(
+    checks: Sequence[NodeCheck], path: Path, expected: Sequence[str]
+) -> list[NodeCheck]:
+    """Return the checks with rates between their hosts, of a run. Raises ConfigError.
+
+    A run on other hosts is refused, unless an expected host has no check.
+    """
     if not is_run(path):
         raise ConfigError("pairs", path, "the folder of a run, with its run.json")
-    names = {_short(check.host): check.host for check in checks}
+    names = {_short(check.nodename or check.host): check.host for check in checks}
     hosts = {device.rank: device.host for device in read_info(path).environment.devices}
+    is_complete = {*expected} <= {*names.values()}
     for host in hosts.values():
-        if _short(host) not in names:
+        if _short(host) not in names and is_complete:
             raise ConfigError(
                 "pairs", path, f"a run on hosts of --from; {host} is none of them"
             )
@@ -126,15 +143,21 @@ def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
     def where(case: AnyCase) -> tuple[str, ...]:
         if not isinstance(case, CommCase) or case.collective is Collective.PING_PONG:
             return ()
-        ends = tuple(names[_short(hosts[rank])] for rank in case.pair or ())
-        return ends if len(set(ends)) == 2 else ()
+        ends = tuple(names.get(_short(hosts[rank]), "") for rank in case.pair or ())
+        return ends if len(set(ends)) == 2 and all(ends) else ()
 
     first = checks[0]
     empty = NodeCheck(host=first.host, checked_at=first.checked_at)
     result = result_of(path, empty, where)
     # Pairs inside a host may have the same size: they are another figure.
-    network = tuple(replace(f, name=f"network {f.name}") for f in result.figures)
+    ports = {check.host: check.port_bytes_per_s for check in checks}
+    network = tuple(
+        replace(f, name=f"network {f.name}", peak=_slower([ports[host] for host in f.where]))
+        for f in result.figures
+    )
     result = replace(result, figures=network)
+    if result == empty and not is_complete:
+        return list(checks)
     if result == empty:
         raise ConfigError("pairs", path, "a run of comm p2p-matrix on two hosts or more")
     others = [
@@ -142,6 +165,11 @@ def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
         for check in checks
     ]
     return [merged(others[0], [result]), *others[1:]]
+
+
+def _slower(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate is not None]
+    return min(known) if len(known) == len(rates) else None
 
 
 def _short(host: str) -> str:
@@ -165,6 +193,8 @@ def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path)
     document = {
         "nodes": msgspec.to_builtins(verdict.nodes),
         "figures": rows(verdict),
+        "differences": verdict.differences,
+        "unknown": verdict.unknown,
         "remarks": [
             {"kind": kind, "where": remark.where, "text": remark.text}
             for check in checks
@@ -193,12 +223,8 @@ _COLUMNS = (
     given("low", RATIO, "99 % interval", _interval),
     given("outcome"),
 )
-_NODE_COLUMNS = (
-    given("node"),
-    given("num_devices", COUNT, "GPUs"),
-    given("outcome"),
-    given("why"),
-)
+_GPUS = given("num_devices", COUNT, "GPUs")  # not in a table of CPUs
+_NODE_COLUMNS = (given("node"), _GPUS, given("outcome"), given("why"))
 
 
 def rows(verdict: FleetVerdict) -> list[Row]:
@@ -249,7 +275,16 @@ def printed(verdict: FleetVerdict, checks: Sequence[NodeCheck]) -> None:
         facts = {"num_devices": node.num_devices, "outcome": node.outcome.value}
         nodes.append({"node": node.host, **facts, "why": first})
         nodes += [{"why": reason} for reason in others]
-    print_lines(Table(nodes).text(_NODE_COLUMNS), terminal)
+    has_gpus = any(node.num_devices for node in verdict.nodes)
+    columns = [column for column in _NODE_COLUMNS if has_gpus or column is not _GPUS]
+    print_lines(Table(nodes).text(columns), terminal)
+    sections = {
+        "differences between nodes": verdict.differences,
+        "what two cannot tell": verdict.unknown,
+    }
+    for title, texts in sections.items():
+        if texts:
+            print_lines(["", f"{title}:", *(f"  {text}" for text in texts)], terminal)
     print_lines(_remarks(checks), terminal)
 
 
@@ -292,12 +327,17 @@ class _Host:
         now = datetime.now(UTC)
         folder = self.out / "runs" / self.name / new_run_id(now)
         make_folder("out", folder)
-        empty = NodeCheck(host=self.name, checked_at=now.isoformat(timespec="seconds"))
+        empty = NodeCheck(
+            host=self.name,
+            checked_at=now.isoformat(timespec="seconds"),
+            nodename=os.uname().nodename,
+        )
         here, problem = self._machine(folder)
         if here is None:
             return replace(empty, failures=(Remark(where=self.name, text=problem),))
         count = here.num_ranks(self.options.nproc, "all")
-        sys.stderr.write(f"checking {count} devices of {self.name} at the same time\n")
+        noun = "GPU" if here.device != "cpu" else "rank"
+        sys.stderr.write(f"checking {plural(count, noun)} of {self.name} at the same time\n")
         with ThreadPoolExecutor(count) as pool:
             devices = [
                 pool.submit(self._device, index, count, here.device, folder, empty)
@@ -315,7 +355,18 @@ class _Host:
             checks.append(self._collectives(count, here.device, folder, empty))
         remarks = tuple(Remark(where=self.name, text=text) for text in not_tested)
         num_devices = here.num_accelerators or 0
-        whole = replace(empty, num_devices=num_devices, not_tested=remarks)
+        ports = _ports(Path("/sys/class"))
+        facts = {"network ports": _text_of(ports) or "none of hardware"}
+        if here.device != "cpu":
+            facts["GPUs"] = str(num_devices)
+        rates = [port.bytes_per_s for port in ports if port.is_up and port.bytes_per_s]
+        whole = replace(
+            empty,
+            num_devices=num_devices,
+            not_tested=remarks,
+            facts=tuple(Fact(where=self.name, name=n, value=facts[n]) for n in facts),
+            port_bytes_per_s=max(rates, default=None),
+        )
         return merged(whole, checks)
 
     def _machine(self, folder: Path) -> tuple[Machine | None, str]:
@@ -401,6 +452,23 @@ class _Host:
             signals=self.signals,
             grace_s=_GRACE_S,
         )
+
+
+def _ports(root: Path) -> list[Nic]:
+    """Return network ports of hardware. Virtual ones differ by what a host runs."""
+    return [
+        port
+        for port in nics(root)
+        if port.kind == "infiniband" or (root / "net" / port.name / "device").exists()
+    ]
+
+
+def _text_of(ports: Sequence[Nic]) -> str:
+    """Return how many ports have which rate and state, the most frequent first."""
+    counts = Counter(
+        f"{port.rate or 'unknown rate'} {'up' if port.is_up else 'down'}" for port in ports
+    )
+    return ", ".join(f"{count} x {text}" for text, count in counts.most_common())
 
 
 def _only(index: int, count: int, device: str) -> dict[str, str]:

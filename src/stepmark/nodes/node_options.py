@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from stepmark.ground.option_groups import Files
+from stepmark.ground.option_groups import OUT, Files
 from stepmark.ground.options import Duration, Share, Words, between, flag, group, words_of
 
 
@@ -13,7 +13,7 @@ class NodeChecks:
     """Node check."""
 
     nodes: bool = flag("check this host's devices before a big job", default=False)
-    out: Path | None = flag("folder that all hosts share [node-check]", metavar="DIR")
+    out: Path | None = flag("folder that all hosts share [node-check]", *OUT, metavar="DIR")
     read_from: Path | None = flag(
         "measure nothing: the verdict on all hosts that wrote into DIR", "--from", metavar="DIR"
     )
@@ -21,7 +21,9 @@ class NodeChecks:
         "with --from: a run of `comm p2p-matrix` on these hosts, for the network", metavar="RUN"
     )
     expect: Words | None = flag(
-        "hosts that must have written into --from, comma-separated", rare=True
+        "hosts that must have written into --from, comma-separated",
+        rare=True,
+        metavar="HOST,...",
     )
     gpus_per_node: Annotated[int, between(0, 1024)] | None = flag(
         "a host with others fails", rare=True
@@ -30,7 +32,7 @@ class NodeChecks:
     device: Annotated[str, words_of("cuda", "cpu")] | None = flag(
         "cuda or cpu [cuda where there is one]"
     )
-    nproc: str | None = flag("devices to check [all; 1 on a CPU]")
+    nproc: str | None = flag("devices to check [all; 1 on a CPU]", metavar="N|all")
     budget: Duration | None = flag("time in all [rates have 60s; 5s on a CPU]")
     launches: Annotated[int, between(1, 100)] | None = flag(
         "times each rate is measured [5; 2 on a CPU]", rare=True

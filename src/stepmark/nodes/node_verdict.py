@@ -13,13 +13,15 @@ from statistics import fmean
 from stepmark.ground import verdicts
 from stepmark.ground.launches import Row, Sample
 from stepmark.ground.ratio import Ratio
+from stepmark.job_logs.nccl_log.network_rules import comma_list
 from stepmark.nodes.node_check import Figure, NodeCheck, host_of
 
-MIN_OTHERS = 2  # with one other, nobody knows which of the two is as it should be
 # Share of the data sheet's peak that a working device exceeds, by family. Sustained bf16
 # products reach 68 to 71 % on the H200 and H100 of results/, a copy 89 to 90 %. The limit of
 # products is lower because a power cap lowers their clock, on some devices to half the peak.
 LEAST_SHARE = {"gemm": 0.4, "copy": 0.5}
+# Share of a network port's rate below which two directions that agree may both be slow.
+LEAST_OF_PORT = 0.5
 
 
 class Outcome(StrEnum):
@@ -40,11 +42,15 @@ def gravest(outcomes: Iterable[Outcome]) -> Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureVerdict:
-    """A figure against the others: its speed over their median, with a 99 % interval."""
+    """A figure against the others: its speed over their median, with a 99 % interval.
+
+    other: the only one that it is compared with, "" where there are more.
+    """
 
     figure: Figure
     outcome: Outcome
     reason: str
+    other: str = ""
     speed: float | None = None
     low: float | None = None
     high: float | None = None
@@ -62,10 +68,16 @@ class NodeVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetVerdict:
-    """All hosts by name, and all their figures."""
+    """All hosts by name, and all their figures.
+
+    differences: properties that are not equal on all of them. unknown: what two alone cannot
+    tell.
+    """
 
     nodes: tuple[NodeVerdict, ...]
     figures: tuple[FigureVerdict, ...]
+    differences: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     @property
     def failing_hosts(self) -> tuple[str, ...]:
@@ -116,7 +128,40 @@ def judge(
             for host in sorted(reasons)
         ),
         figures=figures,
+        differences=tuple(_differences(checks)),
+        unknown=tuple(_unknown(figures)),
     )
+
+
+def _differences(checks: Sequence[NodeCheck]) -> Iterator[str]:
+    """Yield the properties that differ, each with its values, the rarest first."""
+    places: dict[str, dict[str, list[str]]] = {}
+    for fact in (fact for check in checks for fact in check.facts):
+        places.setdefault(fact.name, {}).setdefault(fact.value, []).append(fact.where)
+    for name, by_value in places.items():
+        if len(by_value) > 1:
+            rarest = sorted(by_value, key=lambda value: len(by_value[value]))
+            texts = (f"{value} ({comma_list(by_value[value], 4)})" for value in rarest)
+            yield f"{name}: {'; '.join(texts)}"
+
+
+def _unknown(verdicts: Sequence[FigureVerdict]) -> Iterator[str]:
+    """Yield what figures that have a single other leave open."""
+    failed = {v.figure.name for v in verdicts if v.outcome is Outcome.FAILED}
+    alone = [v.figure for v in verdicts if v.other and v.figure.name not in failed]
+    limits = {
+        "; below the limit of the data sheet they are not": [
+            f.name for f in alone if len(f.where) == 1 and f.peak
+        ],
+        "": [f.name for f in alone if len(f.where) == 1 and not f.peak],
+    }
+    for limit, names in limits.items():
+        if names:
+            text = "whether both are slow, since two are compared with each other alone"
+            yield f"{', '.join(dict.fromkeys(names))}: {text}{limit}"
+    if names := [figure.name for figure in alone if len(figure.where) == 2]:
+        text = "which end is slow, since a slow end slows both directions"
+        yield f"{', '.join(dict.fromkeys(names))}: {text}"
 
 
 def _texts(reasons: Sequence[_Reason]) -> tuple[str, ...]:
@@ -152,6 +197,11 @@ def judge_figures(figures: Sequence[Figure], floor: float) -> Iterator[FigureVer
         key = (figure.name, figure.unit, figure.device, len(figure.where))
         groups.setdefault(key, []).append(figure)
     for key, members in groups.items():
+        valid = [figure for figure in members if figure.value is not None]
+        others: dict[int, str] = {}
+        if len(valid) == 2:
+            names = ["-".join(figure.where) for figure in valid]
+            others = dict(zip(map(id, valid), reversed(names), strict=True))
         rows = {
             index: Row(
                 kind=key,
@@ -166,7 +216,8 @@ def judge_figures(figures: Sequence[Figure], floor: float) -> Iterator[FigureVer
         }
         ratios = dict(zip(rows, verdicts.judge(list(rows.values())), strict=True))
         for index, figure in enumerate(members):
-            yield _judge_figure(figure, ratios.get(index), floor)
+            other = others.get(id(figure), "")
+            yield _judge_figure(figure, ratios.get(index), floor, other)
 
 
 def _sample(figure: Figure, rates: Sequence[float]) -> Sample:
@@ -175,8 +226,13 @@ def _sample(figure: Figure, rates: Sequence[float]) -> Sample:
     return Sample(logs={f"{host} {n}": -math.log(rate) for n, rate in enumerate(rates)})
 
 
-def _judge_figure(figure: Figure, ratio: Ratio | None, floor: float) -> FigureVerdict:
-    """Return the verdict on a figure. ratio: of its speed to the others', if there are any."""
+def _judge_figure(
+    figure: Figure, ratio: Ratio | None, floor: float, other: str
+) -> FigureVerdict:
+    """Return the verdict on a figure. ratio: of its speed to the others', if there are any.
+
+    other: the place of the only other, if there is one alone.
+    """
     value = figure.value
     if value is None:
         return FigureVerdict(
@@ -187,8 +243,9 @@ def _judge_figure(figure: Figure, ratio: Ratio | None, floor: float) -> FigureVe
         reason = f"{value / figure.peak:.0%} of the peak; a working device has {limit:.0%}"
         return FigureVerdict(figure=figure, outcome=Outcome.FAILED, reason=reason)
     if ratio is None:
-        reason = f"fewer than {MIN_OTHERS} others to compare with"
+        reason = "no other to compare with"
         return FigureVerdict(figure=figure, outcome=Outcome.CANNOT_TELL, reason=reason)
+    reference = other or "the others' median"
     low = ratio.low
     high = ratio.high
     if len(set(figure.values)) == 1:  # equal values prove nothing, whatever those of others
@@ -197,29 +254,46 @@ def _judge_figure(figure: Figure, ratio: Ratio | None, floor: float) -> FigureVe
         reason = "equal values" if len(figure.values) > 1 else "one launch"
         outcome = Outcome.CANNOT_TELL
     elif high < 1 - floor:
-        reason = f"{ratio.speed:.3f} of the others' median"
+        reason = f"{ratio.speed:.3f} of {reference}"
         outcome = Outcome.SLOW
     elif low >= 1 - floor:
         reason = ""
         outcome = Outcome.HEALTHY
     else:
-        reason = f"{low:.3f} to {high:.3f} of the others' median"
+        reason = f"{low:.3f} to {high:.3f} of {reference}"
         outcome = Outcome.CANNOT_TELL
+    if outcome is Outcome.HEALTHY and other and len(figure.where) == 2:
+        share = value / figure.peak if figure.peak else None
+        if share is None or share < LEAST_OF_PORT:
+            known = f"{share:.0%} of the link's rate" if share else "the link's rate is unknown"
+            reason = f"{known}, and two directions may both be slow"
+            outcome = Outcome.CANNOT_TELL
     return FigureVerdict(
-        figure=figure, outcome=outcome, reason=reason, speed=ratio.speed, low=low, high=high
+        figure=figure,
+        outcome=outcome,
+        reason=reason,
+        other=other,
+        speed=ratio.speed,
+        low=low,
+        high=high,
     )
 
 
 def _medians_of_others(figures: Sequence[Figure]) -> list[list[float]]:
     """Return for each of comparable figures the medians of the others, launch by launch.
 
-    Those that share a place with it are left out, and a launch with too few others.
+    Those that share a place with it are left out, and a launch without others. Of two figures
+    each is the other's, also where they are the directions of one link.
     """
+    valid = [figure for figure in figures if figure.value is not None]
     at: dict[str, list[int]] = {}
     for index, figure in enumerate(figures):
         for place in figure.where:
             at.setdefault(place, []).append(index)
-    sharing = [{index for place in figure.where for index in at[place]} for figure in figures]
+    sharing = [
+        {index for place in figure.where for index in at[place] if len(valid) > 2} | {number}
+        for number, figure in enumerate(figures)
+    ]
     medians: list[list[float]] = [[] for _ in figures]
     for launch in range(max(len(figure.values) for figure in figures)):
         ordered = sorted(
@@ -231,7 +305,7 @@ def _medians_of_others(figures: Sequence[Figure]) -> list[list[float]]:
         for figure, same_place, own in zip(figures, sharing, medians, strict=True):
             left_out = sorted(positions[index] for index in same_place if index in positions)
             count = len(ordered) - len(left_out)
-            if count >= MIN_OTHERS and len(figure.values) > launch:
+            if count and len(figure.values) > launch:
                 middle = ((count - 1) // 2, count // 2)
                 own.append(fmean(ordered[_shifted(rank, left_out)][0] for rank in middle))
     return medians

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 from stepmark.cases.case import ClockName, OpCase, Rate
 from stepmark.ground.dtypes import OPERATOR_DTYPES, DType
-from stepmark.ground.option_groups import Device, MeasureOptions
+from stepmark.ground.option_groups import MBS, MICRO_BATCH, Device, MeasureOptions
 from stepmark.ground.options import (
+    REAL,
     REQUIRED,
+    WHOLE,
     WholeNumbers,
     Words,
     between,
@@ -51,8 +53,9 @@ class ModelShapes:
         "--as",
         default="train",
         rare=True,
+        metavar="train|megatron|fsdp",
     )
-    mbs: WholeNumbers = flag("sequences per micro-batch", "--mbs", "--bsz", default=(1,))
+    mbs: WholeNumbers = flag(MBS, *MICRO_BATCH, default=(1,))
     seq_len: Annotated[int, between(1, 2**30)] | None = flag(
         "sequence length instead of the model's"
     )
@@ -82,7 +85,7 @@ class Selection:
 class Devices(Device):
     """Device."""
 
-    nproc: str | None = flag("devices measured at once: a number or all [1]")
+    nproc: str | None = flag("devices measured at once: a number or all [1]", metavar="N|all")
 
 
 @group
@@ -92,7 +95,7 @@ class Timing:
     clock: ClockName = flag(f"timing method: {', '.join(ClockName)}", default=ClockName.AUTO)
     rate: Rate | None = flag("half: 10 ms of work, 10 ms idle [sustained]")
     launches: Annotated[int, between(1, 100)] = flag(
-        "times that every case is measured, each time in new processes", default=1
+        "times a case is measured, in new processes", default=1
     )
     steps: Annotated[int, between(1, 10**6)] | None = flag(
         "samples, each the mean of calls for about 1 ms "
@@ -162,7 +165,9 @@ class FamilyOptions(ModelShapes, Selection, OpOptions):
 
     family: str = flag("", default="", argument=True, metavar="FAMILY")
     shapes: str | None = flag(
-        "JSON list of shapes (or Primus' attention_shapes.json)", rare=True
+        "JSON list of shapes (or Primus' attention_shapes.json)",
+        rare=True,
+        metavar="FILE",
     )
 
 
@@ -220,9 +225,9 @@ def _described(field: "dataclasses.Field[Any]") -> tuple[str, Any]:
     reader = text_of(*map(str, choices))
     default = field.default
     if "low" in field.metadata:
-        number = "<float>" if isinstance(default, float) else "<int>"
+        number = REAL if isinstance(default, float) else WHOLE
         reader = dataclasses.replace(reader, metavar=f"{number},...")
-    elif choices and reader.metavar == "<str>" and not text.endswith("]"):
+    elif choices and not reader.metavar and not text.endswith("]"):
         text += f": {', '.join(choices)}"
     if isinstance(default, bool):
         return f"{text} [{'yes' if default else 'no'}]", bool | None

@@ -36,6 +36,7 @@ from stepmark.model.ops import FAMILY_OF, Attention, Copy, Gemm, Op
 from stepmark.model.ops.backends import BACKENDS, unsupported
 from stepmark.operators import op_plan
 from stepmark.predictions.costs import times_by_work
+from stepmark.predictions.hosts import HOST
 from stepmark.step_memory import memory
 from stepmark.store.view import View, console, median_s, view
 from stepmark.tables.row_tables import LEAD
@@ -51,7 +52,6 @@ from stepmark.workloads.rules.pytorch.case import of_case
 
 # Roles of the training cases and of the operators.
 KERNELS = "kernels"
-HOST = "host"
 POWER = "power"
 _FEWEST_LAYERS = 2
 # The head draws more power than blocks and slows them, messages draw less: of several GPUs the

@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from stepmark.cases.comm_curve import Curve
 from stepmark.model.device import DeviceSpec
 from stepmark.step.trace_ops import COMPUTE, MeasuredOp, OpTable
 from stepmark.timeline.ledger import Work, work_of_key
-from stepmark.timeline.trace_columns import RankInfo
-from stepmark.traces.kineto.arrivals import RankParts, matched
-from stepmark.traces.kineto.intervals import clip
+
+if TYPE_CHECKING:
+    from stepmark.timeline.trace_columns import RankInfo
+    from stepmark.traces.kineto.arrivals import RankParts
 
 _SPREAD = 0.25  # of the shares of equal work, from which its contention is known
 # q; below 0 it is noise, and the mean over all work is about 0
@@ -124,13 +125,16 @@ def _equal(op: MeasuredOp, group: int) -> Hashable:
 
 
 def comm_slowdown(
-    by_rank: Mapping[int, tuple[RankInfo, RankParts]], curves: Iterable[Curve]
+    by_rank: "Mapping[int, tuple[RankInfo, RankParts]]", curves: Iterable[Curve]
 ) -> float | None:
     """Return what transfers take longer while computation runs; None: it is not known.
 
     Counted is the computation of the rank that arrived last. Messages of one collective are
     equal work in multiples of its curve, which are 1 alone; without a curve, those of one size.
     """
+    from stepmark.traces.kineto.arrivals import matched  # noqa: PLC0415 - numpy
+    from stepmark.traces.kineto.intervals import clip  # noqa: PLC0415 - numpy
+
     by_name: dict[tuple[str, int | None], Curve] = {
         (each.collective, each.num_ranks): each for each in curves
     }

@@ -25,13 +25,15 @@ class FrameworkJob(
     """stepmark predict --framework."""
 
     models: tuple[str, ...] = flag(
-        "model name, config.json, FILE.py:function, or the framework's file",
+        "model, config, FILE.py:function, framework's file",
         default=(),
         argument=True,
         metavar="MODEL",
         names="model",
     )
     nproc: int | None = flag("ranks in all, as --world-size", "--nproc", "-g")
+    world_size: int | None = flag("as --nproc", rare=True)
+    from_run: str | None = flag("", names="run")  # refused: the framework says what the step is
 
 
 @functools.cache

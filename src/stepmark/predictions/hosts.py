@@ -16,6 +16,7 @@ from stepmark.model.ops import Phase
 from stepmark.step.workload import FSDP, FSDP_REDUCE, CommOp, ComputeOp, Operation, Workload
 
 DEFAULT = "typical"
+HOST = "host"  # role of the steps that a calibration measures for the host's time
 _EXPERTS = ("mlp.router", "mlp.experts")
 
 

@@ -14,7 +14,6 @@ from stepmark.measuring.delivery import write_files
 from stepmark.model.ops import Phase
 from stepmark.model.systems import IN_HOST
 from stepmark.predictions import calibrated_errors, framework_job, prediction_text, sheet_errors
-from stepmark.predictions.anchored_steps import fit_anchors, read_anchors
 from stepmark.predictions.comm import CommCosts, with_copies
 from stepmark.predictions.costs import first_of
 from stepmark.predictions.factors import Anchored, Part, part_of
@@ -27,7 +26,6 @@ from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import FACTORS, PredictOptions, show_what_if
 from stepmark.predictions.prediction import Prediction
 from stepmark.predictions.prediction_notes import first_few, notes_of
-from stepmark.predictions.prediction_page import page
 from stepmark.predictions.simulation import simulate
 from stepmark.predictions.step import at_clock, fitted_factor, offload_share, total
 from stepmark.predictions.training_run import TrainingRun, show_tokens, training_run
@@ -80,6 +78,8 @@ def _delivered(options: Job, prediction: Prediction) -> int:
         events = prediction.step.timeline().perfetto()
         write_json(events, options.timeline, "timeline", "timeline")
     if options.html:
+        from stepmark.predictions.prediction_page import page  # noqa: PLC0415 - numpy
+
         write_text(options.html, page(document, prediction.step).html(), "html")
     if not options.to_stdout:
         text = prediction_text.lines(
@@ -188,6 +188,11 @@ def _step_s(inputs: Inputs, name: str, factor: float) -> float:
 
 def anchored_by(options: Job) -> Anchored:
     """Return the factors by the anchors that the options name. Raises ConfigError."""
+    from stepmark.predictions.anchored_steps import (  # noqa: PLC0415 - numpy
+        fit_anchors,
+        read_anchors,
+    )
+
     with Waiting("reading anchors"):
         steps = [
             replace(anchor, inputs=with_host_of_step(anchor.inputs))

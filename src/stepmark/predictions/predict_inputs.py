@@ -4,15 +4,15 @@ import contextlib
 import operator
 import shlex
 import socket
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from stepmark.cases.comm_curve import Curve
 from stepmark.cases.record import Measured, RunInfo
 from stepmark.cases.train_case import TrainCase
-from stepmark.collectives.measured_curves import read_curves
 from stepmark.collectives.network_fit import placement_of, with_hosts_of
 from stepmark.framework_files import configuration
 from stepmark.ground.errors import ConfigError, not_one_of
@@ -21,12 +21,10 @@ from stepmark.measuring.machine import Machine, machine
 from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
 from stepmark.model.network_options import NetworkChoice
 from stepmark.model.systems import network_of
-from stepmark.predictions.calibrate import HOST
-from stepmark.predictions.calibration import ago, calibrated, host_of_run, nearest_profile
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.contention import is_profiled, sheet_slowdowns
 from stepmark.predictions.costs import sources
-from stepmark.predictions.hosts import DEFAULT, HostTimes, launch_of, load_hosts
+from stepmark.predictions.hosts import DEFAULT, HOST, HostTimes, launch_of, load_hosts
 from stepmark.predictions.inputs import HostOf, Inputs
 from stepmark.predictions.note import Note, Topic, noted
 from stepmark.predictions.predict_options import PredictOptions
@@ -40,6 +38,13 @@ from stepmark.workloads.models import is_model_file, read_models
 from stepmark.workloads.rules.pytorch.case import of_case
 
 _NO_EFFECT = ("text", "text_file", "workers", "seed", "lr", "compile_fallback")
+
+
+def _measured_parts() -> Any:
+    """Return the module of measured parts, which reads traces: most predictions have none."""
+    from stepmark.predictions import calibration  # noqa: PLC0415 - numpy
+
+    return calibration
 
 
 def inputs_of(options: PredictOptions, workload: Workload | None = None) -> Inputs:
@@ -109,7 +114,7 @@ def of_training(
         inputs = _with_host(inputs, options)
     else:
         _refuse_host(options, "the calibration has the host's time")
-        inputs = calibrated(inputs, run, force=force)
+        inputs = _measured_parts().calibrated(inputs, run, force=force)
     if options is None:
         with contextlib.suppress(ConfigError):  # of a device without a usual network
             inputs = _with_network(inputs, None)
@@ -137,7 +142,7 @@ def _with_host(inputs: Inputs, options: PredictOptions | None) -> Inputs:
         if case is None:
             allowed = f"one of {', '.join(load_hosts())}: a run has the host of its own step"
             raise ConfigError("host", name, allowed)
-        host_s = host_of_run(path, case)
+        host_s = _measured_parts().host_of_run(path, case)
         note = f"host time: the host's part of run {path.name}"
         name = f"host of run {path.name}"
     notes = (*inputs.notes, note)
@@ -175,7 +180,11 @@ def _refuse_host(options: PredictOptions | None, reason: str) -> None:
 
 def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
     """Return the inputs with links between ranks, and curves that options name."""
-    curves = read_curves(options.curve, options.runs) if options and options.curve else []
+    curves: Sequence[Curve] = []
+    if options and options.curve:
+        from stepmark.collectives.measured_curves import read_curves  # noqa: PLC0415 - formats
+
+        curves = read_curves(options.curve, options.runs)
     is_on_cpu = inputs.case is not None and inputs.case.device == "cpu"
     network = None
     names = [field.name for field in fields(NetworkChoice)]
@@ -313,7 +322,9 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
             return _with_network(inputs, options)
         inputs.check_products()
         return _with_sheet_slowdowns(_with_network(inputs, options))
-    inputs = _with_network(calibrated(inputs, path, force=options.force), options)
+    inputs = _with_network(
+        _measured_parts().calibrated(inputs, path, force=options.force), options
+    )
     return replace(inputs, notes=(*inputs.notes, *_origin_notes(path, here)))
 
 
@@ -485,7 +496,7 @@ def _calibration(
         with contextlib.suppress(ConfigError):  # damaged, or of another device
             _check_device(read_info(path), here)
             steps = (each for each in read_records(path) if isinstance(each, Measured))
-            if nearest_profile(steps, case) is not None:
+            if _measured_parts().nearest_profile(steps, case) is not None:
                 return path
     return None
 
@@ -504,12 +515,14 @@ def _check_device(info: RunInfo, here: Machine, *, force: bool = False) -> None:
 
 def _origin_notes(path: Path, here: Machine) -> list[str]:
     """Return where and when parts were measured, and how this differs from here and now."""
+    from importlib import metadata  # noqa: PLC0415 - 10 ms
+
     info = read_info(path)
     own = info.environment
     created_at = datetime.fromisoformat(info.created_at)
     devices = ", ".join(sorted({device.name for device in own.devices}))
     text = f"measured parts: run {path.name} of {created_at:%Y-%m-%d %H:%M} UTC on {devices}"
-    text += f" of host {own.host}{ago(created_at)}"
+    text += f" of host {own.host}{_measured_parts().ago(created_at)}"
     differences = []
     if here.is_here and own.host != socket.gethostname():
         differences.append(f"this host is {socket.gethostname()}")

@@ -62,18 +62,18 @@ class Basis:
     """Prediction."""
 
     from_run: str | None = flag("predict the step of this run; options change it", names="run")
-    calibration: str | None = flag(
-        "run with measured parts [the latest of this device]", names="run"
-    )
-    device: str | None = flag(
-        "predict for this device, e.g. h200, from its data sheet", names="device"
-    )
+    calibration: str | None = flag("run with measured parts [the device's latest]", names="run")
+    device: str | None = flag("predict by its data sheet, e.g. h200", names="device")
     host: str | None = flag(
         "by data sheet, the host: slow, typical, fast, or a run with its part [typical]",
         metavar="NAME|RUN",
         rare=True,
     )
-    curve: str | None = flag("measured times of collectives: a run or nccl-tests files")
+    curve: str | None = flag(
+        "measured times of collectives: a run or nccl-tests files",
+        metavar="RUN|FILE",
+        rare=True,
+    )
     anchor: str | None = flag(
         "fit factors to measured steps: a run, a log, or a CSV of options and step times",
         metavar="RUN|LOG|CSV",
@@ -81,21 +81,17 @@ class Basis:
     )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR", rare=True)
     gbs: int | None = flag(
-        "sequences per optimizer step [mbs x data ranks x grad-accum]",
+        "sequences per step [mbs x data ranks x grad-accum]",
         "--gbs",
         "--global-batch",
     )
-    what_if: Changes | None = flag(
-        "factors on links, memory (hbm), FLOP/s (flops); power=1000W"
-    )
+    what_if: Changes | None = flag("factors: link, hbm (memory), flops; power=1000W")
     tokens: Tokens | None = flag("days of a training run over so many tokens")
     price: GpuHourPrices | None = flag(
         "of a GPU hour, for the cost of --tokens; by device: h100-sxm=2.5/h,b200=5/h",
         rare=True,
     )
-    measured: MeasuredFigure | None = flag(
-        "compare with a measured step: its time, 9800tokens/s/GPU or a log"
-    )
+    measured: MeasuredFigure | None = flag("a measured step: time, 9800tokens/s/GPU or a log")
     force: bool = flag(
         "use a calibration of another device or version", default=False, rare=True
     )
@@ -118,7 +114,7 @@ class PredictionFiles(Screen, Files):
     """Files."""
 
     timeline: str | None = flag("the timeline for Perfetto, as JSON", metavar="PATH", rare=True)
-    html: str | None = flag("ledger and timeline as one page; needs no network", metavar="PATH")
+    html: str | None = flag("ledger and timeline as one page", metavar="PATH")
     written = (*Files.written, "timeline", "html")
 
     def check_stdout(self) -> None:

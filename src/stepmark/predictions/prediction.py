@@ -22,7 +22,6 @@ from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.tables.columns import Row
 from stepmark.timeline.ledger import CONTENTION, TRANSFER, WAITING, Group, Idle, Ledger
 from stepmark.timeline.step_cost import Source
-from stepmark.training import remedies
 
 HOST = "the host"
 DEVICE = "the device"
@@ -113,6 +112,8 @@ class Prediction:
         if self.inputs.case is None:
             fitting = workload_memory.what_fits(self.inputs.workload, self.device_bytes)
         else:
+            from stepmark.training import remedies  # noqa: PLC0415 - 20 ms
+
             fitting = remedies.what_fits(
                 self.inputs.case, self.device_bytes, self.inputs.memory
             )

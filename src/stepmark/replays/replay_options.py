@@ -20,9 +20,11 @@ class WorkloadFile:
         argument=True,
         metavar="FILE",
     )
-    group_sizes: str | None = flag("sizes that an AICB file lacks: ep=16,...", rare=True)
+    group_sizes: str | None = flag(
+        "sizes that an AICB file lacks: ep=16,...", rare=True, metavar="AXIS=N,..."
+    )
     world_size: Count | None = flag("number of ranks that a SimAI file lacks", rare=True)
-    nproc: str | None = flag("ranks [as many as the file has]", "--nproc", "-g")
+    nproc: str | None = flag("ranks [as many as the file has]", "--nproc", "-g", metavar="N")
     shrink: bool = flag("run on fewer ranks than the file has: smaller groups", default=False)
 
 
@@ -36,7 +38,8 @@ class Execution:
     )
     comm_only: bool = flag("the same as --compute none", default=False, rare=True)
     compute_from: str | None = flag(
-        "times of computation: fixed:1ms, roofline:h200, a run, an AIOB profile [the file's]"
+        "times of computation: fixed:1ms, roofline:h200, a run, an AIOB profile [the file's]",
+        metavar="SOURCE",
     )
     pace: Pace = flag(
         "original: no operation before its start in the trace", default=Pace.FREE, rare=True

@@ -11,7 +11,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.option_groups import Files
 from stepmark.ground.waiting import Waiting
-from stepmark.measuring.delivery import write_files
+from stepmark.measuring.delivery import make_folder, write_files
 from stepmark.predictions import ledger_page
 from stepmark.predictions.predicted_steps import StepReport
 from stepmark.replays import replay_page
@@ -38,7 +38,7 @@ from stepmark.store.view import (
     warn,
 )
 from stepmark.tables.columns import Row, given
-from stepmark.tables.export import names_of
+from stepmark.tables.export import is_folder, names_of
 from stepmark.tables.figures import Figure
 from stepmark.tables.page import Section
 from stepmark.tables.table import Table
@@ -161,12 +161,21 @@ def run_report(options: ReportOptions) -> None:
     path = find_run(options.runs, options.run)
     with Waiting(f"writing the page of {path.name}"):
         if options.other is None:
-            target = write_page(path, options.out)
+            target = write_page(path, _page_in(options.out, path / "report.html"))
         else:
             other = find_run(options.runs, options.other)
-            target = options.out or path / f"report-{other.name}.html"
+            target = _page_in(options.out, path / f"report-{other.name}.html")
             write_text(target, comparison_page(path, other).html(), "out")
-    sys.stdout.write(f"{target}\n")
+    if str(target) != "-":
+        sys.stdout.write(f"{target}\n")
+
+
+def _page_in(out: str | None, default: Path) -> Path:
+    """Return the file of --out, which may be a folder, as for other files."""
+    if out and is_folder(out):
+        make_folder("out", Path(out))
+        return Path(out) / default.name
+    return Path(out) if out else default
 
 
 def write_page(path: Path, target: Path | None = None) -> Path:

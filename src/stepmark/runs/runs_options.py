@@ -1,10 +1,9 @@
 """Options of `stepmark runs` and `report`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-from stepmark.ground.option_groups import RUN_NAME, Files, RunsFolder
+from stepmark.ground.option_groups import OUT, RUN_NAME, Files, RunsFolder
 from stepmark.ground.options import REQUIRED, flag, group, text_of
 
 
@@ -58,4 +57,9 @@ class ReportOptions(RunsFolder):
         metavar="ID2",
         names="run",
     )
-    out: Path | None = flag("file to write [RUN/report.html, of two RUN/report-ID2.html]")
+    out: str | None = flag(
+        "file to write, - = stdout; DIR/ = a file in it "
+        "[RUN/report.html, of two RUN/report-ID2.html]",
+        *OUT,
+        metavar="FILE|DIR/",
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.option_groups import Files, Ranks
+from stepmark.ground.option_groups import OUT, Files, Ranks
 from stepmark.ground.options import REQUIRED, Reader, between, flag, group, words_of
 from stepmark.ground.units import ranks_text
 
@@ -89,13 +89,17 @@ class LedgerOptions(Files, TraceInputs):
 class MessagesOptions(Files, TraceInputs):
     """Messages."""
 
-    by: str | None = flag("tell apart: collective,dtype,group,phase or fewer [all]")
+    by: str | None = flag(
+        "tell apart: collective,dtype,group,phase or fewer [all]", metavar="FIELDS"
+    )
     bins: str | None = flag("craypat, pow2, exact, or edges 1K,64K,1M [exact while few]")
     curve: str | None = flag(
-        "run, file or folder with measured times: what messages should take"
+        "run, file or folder with measured times: what messages should take",
+        metavar="RUN|FILE",
     )
     other_curve: str | None = flag(
-        "measured times of another network or setting: what it gains"
+        "measured times of another network or setting: what it gains",
+        metavar="RUN|FILE",
     )
     network: str | None = flag(
         "what messages should take on it, and what it gains: dgx-h100, p5, ... or a file",
@@ -117,7 +121,8 @@ class KernelsOptions(Files, TraceInputs):
     """stepmark trace kernels."""
 
     by: Annotated[str, words_of(*BY)] = flag(
-        "role, layer, module, op, group or name", default="role"
+        "role, layer, module, op, group or name",
+        default="role",
     )
     workload: str | None = flag(
         "workload of the step, which tells roles by shapes [of a run: its own]", metavar="FILE"
@@ -136,7 +141,8 @@ class CompareTracesOptions(KernelsOptions):
         names="run",
     )
     by: Annotated[str, words_of(*BY)] = flag(
-        "role, layer, module, op, group or name", default="op"
+        "role, layer, module, op, group or name",
+        default="op",
     )
 
 
@@ -149,7 +155,7 @@ class ConvertOptions(TraceInputs):
         default=REQUIRED,
         metavar="FORMAT",
     )
-    out: Path = flag("new or empty folder", default=REQUIRED, metavar="FOLDER")
+    out: Path = flag("folder, new or empty", *OUT, default=REQUIRED, metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,5 +167,5 @@ class CriticalPathOptions(Files, TraceInputs):
 class ToWorkloadOptions(TraceInputs):
     """stepmark trace to-workload."""
 
-    out: str = flag("file to write; - = stdout", default=REQUIRED, metavar="FILE")
+    out: str = flag("file to write; - = stdout", *OUT, default=REQUIRED, metavar="FILE")
     starts: bool = flag("keep the start of each operation, for replay --pace", default=False)

@@ -8,7 +8,14 @@ from stepmark.cases.fields import option_values, with_fields
 from stepmark.cases.train_case import Count, TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Fp8, Recompute, Schedule
 from stepmark.ground.errors import ConfigError, not_one_of
-from stepmark.ground.option_groups import MICRO_BATCH, Axes, MeasureOptions, ModelChoice, Ranks
+from stepmark.ground.option_groups import (
+    MBS,
+    MICRO_BATCH,
+    Axes,
+    MeasureOptions,
+    ModelChoice,
+    Ranks,
+)
 from stepmark.ground.options import (
     Reader,
     WholeNumbers,
@@ -101,11 +108,12 @@ class Model(ModelChoice):
 class Parallelism:
     """Layout."""
 
-    strategy: Strategies | None = flag(
-        "how ranks share the work [single for one rank, else fsdp]"
-    )
+    strategy: Strategies | None = flag("how ranks share the work [fsdp; one rank: single]")
     nproc: str | None = flag(
-        "ranks [all accelerators; on a CPU as few as possible]", "--nproc", "-g"
+        "ranks [all accelerators; CPU: as few as possible]",
+        "--nproc",
+        "-g",
+        metavar="N|all",
     )
 
 
@@ -115,12 +123,13 @@ class Batch:
     """Data."""
 
     mbs: WholeNumbers | None = flag(
-        "sequences per micro-step and data rank, with --pp of all its micro-batches [1]",
+        f"{MBS} [1]",
         *MICRO_BATCH,
     )
     text: bool = flag(
         "real text, so that the loss must fall [random tokens]",
         default=False,
+        rare=True,
     )
     text_file: str | None = flag("text to train on", metavar="PATH", rare=True)
 
@@ -131,7 +140,7 @@ class OptimizerStep:
     """Optimizer step."""
 
     schedule: Schedules | None = flag(
-        "one sample: with optimizer, or micro: it runs every Nth [step]"
+        "one sample: with optimizer, or micro: it runs every Nth [step]", rare=True
     )
 
 
@@ -200,15 +209,17 @@ class Sampling:
     """Measurement."""
 
     steps: Times | None = flag(
-        "steady samples at least [30; with micro 10 x --grad-accum]",
+        "least steady samples [30; micro 10 x --grad-accum]",
         "--steps",
         "--n-steps",
         "--n_steps",
     )
-    launches: Times = flag("times that all is measured in new processes", default=1)
+    launches: Times = flag("times that it is measured, in new processes", default=1)
     find_batch: bool = flag("search the fastest micro-batch that fits", default=False)
-    profile: bool = flag("Kineto traces of a few more steps, and their table", default=False)
-    profile_ranks: Ranks | None = flag("ranks that write a trace, e.g. 0,1 [0]", rare=True)
+    profile: bool = flag("Kineto traces of a few more steps and a table", default=False)
+    profile_ranks: Ranks | None = flag(
+        "ranks that write a trace, e.g. 0,1 [0]", rare=True, metavar="RANK,..."
+    )
     messages: bool = flag(
         "every collective of one more step, as a histogram", default=False, rare=True
     )

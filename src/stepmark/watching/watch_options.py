@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from stepmark.ground.option_groups import Files, Ranks
+from stepmark.ground.option_groups import OUT, Files, Ranks
 from stepmark.ground.options import between, flag, group
 
 
@@ -29,7 +29,7 @@ class WatchedSteps:
 class WatchOptions(WatchedSteps, Files):
     """stepmark watch."""
 
-    out: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
+    out: Path = flag("folder of runs", *OUT, default=Path("runs"), metavar="DIR")
     words: tuple[str, ...] = flag(
         "-- and the job's command: -- torchrun --nproc-per-node 8 train.py",
         default=(),

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from stepmark.ground.errors import ConfigError, not_one_of
-from stepmark.ground.options import Reader, dashed, flag, options
+from stepmark.ground.options import REAL, WHOLE, Reader, dashed, flag, options
 from stepmark.workloads.rules import RULES, find_rule
 from stepmark.workloads.workload_options import GenerateOptions
 
@@ -114,7 +114,7 @@ def _setting(name: str, field: "dataclasses.Field[Any]") -> tuple[str, Any, Any]
         return name, bool | None, flag(text, *switches, rare=rare)
     if field.default not in (None, ""):
         text += f" [{field.default}]"
-    metavars = {int: "<int>", float: "<float>", str: "<str>"}
+    metavars = {int: WHOLE, float: REAL}
     choices = tuple(kind) if issubclass(kind, StrEnum) else ()
     reader = Reader(
         read=functools.partial(_read, kind, field.default),

@@ -9,7 +9,9 @@ from typing import Annotated
 
 from stepmark.cases.train_case import NARROW
 from stepmark.ground.option_groups import (
+    MBS,
     MICRO_BATCH,
+    OUT,
     Axes,
     Device,
     Files,
@@ -28,26 +30,27 @@ from stepmark.ground.options import (
 )
 from stepmark.model.packing import PackingOption
 
+_FILE = "file to write, - = stdout; DIR/ = all ranks"
+
 
 @group
 class Model(ModelChoice):
     """Model."""
 
-    model: str | None = flag(
-        "model name, config.json (Hugging Face's) or FILE.py:function", names="model"
-    )
+    model: str | None = flag("model name, config.json or FILE.py:function", names="model")
     model_size: str | None = flag(
         "AICB's preset: 7, 13, 22, 30, 65, 175, 405, moe, deepseek16, 236, 671",
         "-m",
         "--model-size",
         rare=True,
+        metavar="PRESET",
     )
     model_name: str | None = flag("what the workload is called", rare=True)
     packing: PackingOption | None = flag(
         "sequences are packed from pieces of this mean and greatest length, masked apart",
         rare=True,
     )
-    num_layers: int | None = flag("transformer layers")
+    num_layers: int | None = flag("transformer layers", rare=True)
     hidden_size: int | None = flag("width of the residual stream", rare=True)
     ffn_hidden_size: int | None = flag("width of the MLP [4 x hidden; swiglu 8/3 x]", rare=True)
     num_heads: int | None = flag(
@@ -178,20 +181,20 @@ class Layout(Axes):
     """Layout."""
 
     world_size: int | None = flag("ranks in all [the product of the axes]")
-    dp_shard: int | None = flag("ranks that shard [what world-size leaves]")
+    dp_shard: int | None = flag("ranks that shard [what world-size leaves]", rare=True)
     gbs: int | None = flag(
-        "sequences per step [mbs x data ranks, torch's pp: x stages]",
+        "global batch [mbs x data ranks, torch: x stages]",
         "--gbs",
         "--global-batch",
         "--global-batch-size",
     )
     mbs: int | None = flag(
-        "sequences per micro-batch and data rank, with --pp of one micro-batch [1]",
+        f"{MBS} [1]",
         *MICRO_BATCH,
     )
-    dtype: str | None = flag("of weights and activations [bf16]")
+    dtype: str | None = flag("of weights and activations [bf16]", rare=True)
     precision: Annotated[str, words_of("bf16", *NARROW)] | None = flag(
-        "of linear layers' products, over --dtype bf16 [as --dtype]"
+        "of linear layers' products [as --dtype]"
     )
     imbalance: float | None = flag(
         "rows of the fullest rank's experts / the mean of ep ranks [1]", rare=True
@@ -203,7 +206,7 @@ class FrameworkChoice:
     """Framework."""
 
     framework: str | None = flag(
-        "whose behaviour, and whose settings below [megatron]",
+        "whose behaviour and settings [megatron]",
         "--framework",
         "--frame",
         "--comm-frame",
@@ -221,7 +224,9 @@ class MissingFacts:
     """What a file leaves out."""
 
     group_sizes: str | None = flag(
-        "ranks of groups that an AICB file does not tell, e.g. ep=16", rare=True
+        "ranks of groups that an AICB file does not tell, e.g. ep=16",
+        rare=True,
+        metavar="AXIS=N,...",
     )
     world_size: int | None = flag("ranks in all, where a SimAI file does not tell", rare=True)
 
@@ -238,17 +243,24 @@ class GenerateOptions(FrameworkChoice, Model, Experts, Layout, Rows):
     """Output."""
 
     to: str | None = flag("of the file [native]", "--format", "--to", names="format")
-    out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
+    out: str | None = flag(_FILE, *OUT, metavar="FILE|DIR/")
     compute_from: str | None = flag(
-        "compute times: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
+        "compute times: a run, an AIOB file, roofline:DEVICE, fixed:1ns",
+        metavar="SOURCE",
     )
     comp_filepath: str | None = flag(
-        "AICB's --compute-from FILE; what that has not gets 1 ns, AICB's filler", rare=True
+        "AICB's --compute-from FILE; what that has not gets 1 ns, AICB's filler",
+        rare=True,
+        metavar="FILE",
     )
     pp_rank: int | None = flag(
-        "pipeline stage for formats of one stage, and for tables; -1: the first [-1]", rare=True
+        "pipeline stage for formats of one stage, and for tables; -1: the first [-1]",
+        rare=True,
+        metavar="STAGE",
     )
-    rank: int | None = flag("rank, for formats of one rank [the stage's first]", rare=True)
+    rank: int | None = flag(
+        "rank, for formats of one rank [the stage's first]", rare=True, metavar="RANK"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +270,10 @@ class ShowOptions(Rows, MissingFacts):
     file: str = flag(
         "workload, in any format; - = stdin", default=REQUIRED, argument=True, metavar="FILE"
     )
-    stage: int | None = flag("pipeline stage [0]")
-    html: str | None = flag("page with the figures; needs no network; - = stdout")
+    stage: int | None = flag("pipeline stage [0]", metavar="STAGE")
+    html: str | None = flag(
+        "page with the figures; needs no network; - = stdout", metavar="PATH"
+    )
 
 
 @group
@@ -270,17 +284,22 @@ class NewFile(MissingFacts):
         "workload, in any format; - = stdin", default=REQUIRED, argument=True, metavar="FILE"
     )
     to: str | None = flag("of the new file [native]", "--to", "--format", names="format")
-    stage: int | None = flag("pipeline stage, for formats of one stage [0]", rare=True)
-    rank: int | None = flag("rank, for formats of one rank [the stage's first]", rare=True)
+    stage: int | None = flag(
+        "pipeline stage, for formats of one stage [0]", rare=True, metavar="STAGE"
+    )
+    rank: int | None = flag(
+        "rank, for formats of one rank [the stage's first]", rare=True, metavar="RANK"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions(NewFile):
     """Output."""
 
-    out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
+    out: str | None = flag(_FILE, *OUT, metavar="FILE|DIR/")
     compute_from: str | None = flag(
-        "compute times: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
+        "compute times: a run, an AIOB file, roofline:DEVICE, fixed:1ns",
+        metavar="SOURCE",
     )
 
 
@@ -297,7 +316,9 @@ class FillMeasuring(TimeLimits, Device):
     )
     runs: str | None = flag("folder for run directories [runs]", metavar="DIR")
     dry_run: bool = flag("list the operators, measure none", default=False)
-    resume: str | None = flag("go on with this run: skip measured operators, retry failed")
+    resume: str | None = flag(
+        "go on with this run: skip measured operators, retry failed", metavar="RUN"
+    )
     force: bool = flag("resume although the environment differs", default=False, rare=True)
 
 
@@ -306,9 +327,10 @@ class FillOptions(FillMeasuring, NewFile):
     """Output."""
 
     # Not `out`, which in a plan is the folder of runs.
-    output: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
+    output: str | None = flag(_FILE, *OUT, metavar="FILE|DIR/")
     compute_from: str | None = flag(
-        "times of what is not measured: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
+        "times of what is not measured: a run, an AIOB file, roofline:DEVICE, fixed:1ns",
+        metavar="SOURCE",
     )
 
 
@@ -320,10 +342,10 @@ class CaptureOptions:
         "FILE.py:FUNCTION that builds the job", default=REQUIRED, argument=True, metavar="FILE"
     )
     world_size: Annotated[int, between(1, 2**20)] = flag("ranks of the job", default=REQUIRED)
-    rank: int = flag("the rank that is recorded", default=0)
+    rank: int = flag("the rank that is recorded", default=0, metavar="RANK")
     tokens_per_expert: Annotated[tuple[int, ...], comma_list(between(0, 2**40))] = flag(
         "tokens that a rank routes to each expert, one number for all or one each [even share]",
         default=(),
     )
     timeout: Duration = flag("stop if capturing a rank takes longer", default=600.0)
-    out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
+    out: str | None = flag(_FILE, *OUT, metavar="FILE|DIR/")

@@ -1,7 +1,5 @@
 """What a forward pass of a transformers class computes, as one process tells another."""
 
-import importlib.metadata
-
 import msgspec
 
 from stepmark.step.native import OpFields
@@ -11,9 +9,11 @@ ELEMENTWISE = "elementwise"  # name of the kernels of a layer that are no produc
 
 def transformers_version() -> str:
     """Return the version of transformers; empty: it is not installed. It is not imported."""
+    from importlib import metadata  # noqa: PLC0415 - 10 ms
+
     try:
-        return importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
         return ""
 
 
