@@ -45,11 +45,11 @@ from stepmark.cases.training import Recompute  # noqa: E402
 from stepmark.ground.options import build  # noqa: E402
 from stepmark.ground.stats import slowest_per_sample  # noqa: E402
 from stepmark.model.ops import Phase  # noqa: E402
-from stepmark.predictions.calibrate import HOST  # noqa: E402
 from stepmark.predictions.costs import pass_of  # noqa: E402
 from stepmark.predictions.host_times import pass_times, passes_s  # noqa: E402
 from stepmark.predictions.hosts import (  # noqa: E402
     DEFAULT,
+    HOST,
     HostTimes,
     launch_of,
     load_hosts,

@@ -76,9 +76,7 @@ class Selection:
     """Selection."""
 
     scale: str | None = flag("1/64: scaled-down shapes; tiny: a tiny model")
-    backend: Words = flag(
-        "backend(s), comma-separated [all but math, loop; on a CPU compile]", default=()
-    )
+    backend: Words = flag("backends [all but math, loop; on a CPU compile]", default=())
 
 
 @group
@@ -200,7 +198,7 @@ def options_class(family: str | None) -> type[OpOptions]:
             flag("PARAM's built-in shapes", metavar="A|B|C"),
         )
     if family == "gemm":
-        text = "sweep for the highest matmul rate; burst and sustained"
+        text = "sweep for the highest rate, burst and sustained"
         fields["find_max"] = ("find_max", bool, flag(text, default=False))
     cls: type[OpOptions] = dataclasses.make_dataclass(
         "FamilyOptions",

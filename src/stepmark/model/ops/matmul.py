@@ -103,7 +103,7 @@ class Gemm(Operator):
     dtype: DType = choice("element type", default=DType.BF16)
     layout: Layout = choice("memory layout of A and B", default=Layout.NT)
     out_dtype: DType | None = choice(
-        "type of the result [bf16 for fp8 and narrower, else that of A]", default=None
+        "of the result [bf16 for fp8 and narrower, else A's]", default=None
     )
     scaling: Scaling = choice("fp8 scale factors", default=Scaling.NONE)
     cast: Cast = choice("fp8: time the product, the casts, or both", default=Cast.NONE)
