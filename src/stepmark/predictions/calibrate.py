@@ -153,20 +153,20 @@ def _with_few_layers(case: TrainCase, machine: Machine) -> TrainCase:
     """
     grouped = case.blocks_per_group * case.parallel.pp
     kinds = case.recompute_blocks[1] if case.recompute is Recompute.BLOCKS else 1
-    fewest = max(_FEWEST_LAYERS, case.num_stages, grouped, kinds)
-    few, more = (
+    least = max(_FEWEST_LAYERS, case.num_stages, grouped, kinds)
+    fewest, most = (
         _planned(
             replace(options_of(case), num_layers=min(case.model.num_layers, count)),
             case,
             KERNELS,
         )
-        for count in (fewest, max(fewest, _LAYERS_OF_RANKS // fewest * fewest))
+        for count in (least, max(least, _LAYERS_OF_RANKS // least * least))
     )
     if case.num_ranks == 1 or case.parallel.pp > 1 or not machine.memory_bytes:
-        return few
-    sizes = memory.calibrated(more)
-    fits = memory.verdict(more, *sizes, machine.memory_bytes) == memory.FITS
-    return more if fits else few
+        return fewest
+    sizes = memory.calibrated(most)
+    fits = memory.verdict(most, *sizes, machine.memory_bytes) == memory.FITS
+    return most if fits else fewest
 
 
 def _with_small_widths(case: TrainCase) -> TrainCase:

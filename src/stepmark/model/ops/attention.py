@@ -50,7 +50,7 @@ class Attention(Operator):
         "a learned logit per head in the denominators", default=False, formerly=False
     )
     softcap: float = count(
-        "scores are softcap * tanh(scores / softcap); 0 = none",
+        "caps scores: softcap * tanh(scores / softcap)",
         low=0,
         high=10**6,
         default=0.0,
