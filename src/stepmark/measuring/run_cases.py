@@ -175,10 +175,8 @@ def run(
             release(context, exempts_rest=entry.case.kind == OpCase.kind)
             if context.ranks.rank == 0:
                 guard.begin(entry.position, _STORE_S)
-                record = replace(record, launch=launch)
-                if isinstance(record, Measured):
-                    record = replace(record, levels=context.levels)
-                sink(record)
+                levels = {"levels": context.levels} if isinstance(record, Measured) else {}
+                sink(replace(record, launch=launch, **levels))
             guard.idle(bench.limit_s(None) + _STORE_S)
             if isinstance(record, Measured) and record.training and record.training.interrupted:
                 raise KeyboardInterrupt
