@@ -165,18 +165,18 @@ def run(
             bench = benches[entry.case.kind]
             budget = budgets[entry.case.kind]
             begin = time.monotonic()
-            share_s = budget.share_s()
-            guard.begin(entry.position, bench.limit_s(share_s))
+            guard.begin(entry.position, bench.limit_s(share_s := budget.share_s()))
             if share_s is not None:
                 share_s = context.ranks.decide(budget.share_s)
             record = _run_case(entry, context, bench, share_s, seconds_per_work)
-            # Before the guard is idle: a crash here is one of the case. A training step leaves
-            # modules that end with their bench, so that its rest is collected.
+            # Before the guard is idle: a crash here is one of the case. The rest of a training
+            # step is collected: its modules end with their bench.
             release(context, exempts_rest=entry.case.kind == OpCase.kind)
             if context.ranks.rank == 0:
                 guard.begin(entry.position, _STORE_S)
-                levels = {"levels": context.levels} if isinstance(record, Measured) else {}
-                sink(replace(record, launch=launch, **levels))
+                if isinstance(record, Measured):
+                    record = replace(record, levels=context.levels)
+                sink(replace(record, launch=launch))
             guard.idle(bench.limit_s(None) + _STORE_S)
             if isinstance(record, Measured) and record.training and record.training.interrupted:
                 raise KeyboardInterrupt
