@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stepmark.ground.units import GIB, MIB, format_bytes
-from stepmark.job_logs.nccl_log.network_rules import plural
+from stepmark.ground.units import GIB, MIB, format_bytes, plural
 from stepmark.measuring.nvidia import pci_bus_id
 from stepmark.nodes.bench_doctor import Device, examine_device, warnings_of
 

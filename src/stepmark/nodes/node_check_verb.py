@@ -26,8 +26,7 @@ from stepmark.ground.files import write_text
 from stepmark.ground.options import argv, dashed, plain
 from stepmark.ground.packages import require
 from stepmark.ground.signals import catching
-from stepmark.ground.units import GB, MIB, TFLOP
-from stepmark.job_logs.nccl_log.network_rules import plural
+from stepmark.ground.units import GB, MIB, TFLOP, plural
 from stepmark.measuring import child, job
 from stepmark.measuring.delivery import make_folder, write_files
 from stepmark.measuring.machine import Machine
