@@ -143,6 +143,15 @@ def test_the_two_directions_between_two_nodes(
     assert ["which end is slow" in line for line in verdict.unknown] == [True]
 
 
+def test_one_other_among_several_pairs_is_too_few() -> None:
+    checks = pairs(["a", "b", "c", "d"], lambda *_: 1.0)
+    some = {("a", "b"), ("b", "c"), ("c", "d")}
+    figures = [figure for figure in checks[0].figures if figure.where in some]
+    verdicts = list(judge_figures(figures, FLOOR))
+    assert {verdict.reason for verdict in verdicts} == {"too few others to compare with"}
+    assert {verdict.other for verdict in verdicts} == {""}
+
+
 def test_properties_that_differ_are_named_with_the_rarest_first() -> None:
     def check(host: str, width: str) -> NodeCheck:
         facts = (

@@ -180,6 +180,7 @@ VERBS = {
         "Print, or submit and follow, what starts a measuring verb on the hosts of a cluster.",
         (
             "launch --slurm -N 4 --gpus-per-node 8 -- comm all_reduce -b 1K -e 1G",
+            "launch --slurm -N 4 --gpus-per-node 8 --submit -- doctor --nodes",
             "launch --torchrun --hosts a,b --gpus-per-node 8 -- train llama-3.1-8b",
             "launch --follow 123456",
         ),

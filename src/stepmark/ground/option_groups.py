@@ -91,7 +91,7 @@ class TimeLimits(Budget):
     """Time limits."""
 
     timeout: Duration | None = flag(
-        "a longer case has failed [600s; comm 60s]", "--timeout", "-T"
+        "a case that takes longer fails [600s; comm 60s]", "--timeout", "-T"
     )
 
 

@@ -22,6 +22,7 @@ from stepmark.nodes.node_check import Figure, NodeCheck, host_of
 LEAST_SHARE = {"gemm": 0.4, "copy": 0.5}
 # Share of a network port's rate below which two directions that agree may both be slow.
 LEAST_OF_PORT = 0.5
+MIN_OTHERS = 2  # of figures that are more than two
 
 
 class Outcome(StrEnum):
@@ -243,7 +244,7 @@ def _judge_figure(
         reason = f"{value / figure.peak:.0%} of the peak; a working device has {limit:.0%}"
         return FigureVerdict(figure=figure, outcome=Outcome.FAILED, reason=reason)
     if ratio is None:
-        reason = "no other to compare with"
+        reason = "too few others to compare with"
         return FigureVerdict(figure=figure, outcome=Outcome.CANNOT_TELL, reason=reason)
     reference = other or "the others' median"
     low = ratio.low
@@ -282,10 +283,11 @@ def _judge_figure(
 def _medians_of_others(figures: Sequence[Figure]) -> list[list[float]]:
     """Return for each of comparable figures the medians of the others, launch by launch.
 
-    Those that share a place with it are left out, and a launch without others. Of two figures
-    each is the other's, also where they are the directions of one link.
+    Those that share a place with it are left out, and a launch with too few others. Of two
+    figures each is the other's, also where they are the directions of one link.
     """
     valid = [figure for figure in figures if figure.value is not None]
+    min_others = 1 if len(valid) == 2 else MIN_OTHERS
     at: dict[str, list[int]] = {}
     for index, figure in enumerate(figures):
         for place in figure.where:
@@ -305,7 +307,7 @@ def _medians_of_others(figures: Sequence[Figure]) -> list[list[float]]:
         for figure, same_place, own in zip(figures, sharing, medians, strict=True):
             left_out = sorted(positions[index] for index in same_place if index in positions)
             count = len(ordered) - len(left_out)
-            if count and len(figure.values) > launch:
+            if count >= min_others and len(figure.values) > launch:
                 middle = ((count - 1) // 2, count // 2)
                 own.append(fmean(ordered[_shifted(rank, left_out)][0] for rank in middle))
     return medians

@@ -91,7 +91,7 @@ class Basis:
         "of a GPU hour, for the cost of --tokens; by device: h100-sxm=2.5/h,b200=5/h",
         rare=True,
     )
-    measured: MeasuredFigure | None = flag("a measured step: time, 9800tokens/s/GPU or a log")
+    measured: MeasuredFigure | None = flag("compare: step time, 9800tokens/s/GPU or a log")
     force: bool = flag(
         "use a calibration of another device or version", default=False, rare=True
     )
