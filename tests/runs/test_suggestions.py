@@ -88,7 +88,8 @@ STEPS = {
         ledger({PRODUCTS: 60, REDUCE: 40}), predicted=ledger({PRODUCTS: 90, REDUCE: 40})
     ),
     "idle": step(
-        ledger({PRODUCTS: 60, (Group.IDLE, Idle.HOST): 40}), predicted=ledger({PRODUCTS: 60})
+        ledger({PRODUCTS: 60, (Group.IDLE, Idle.HOST): 40}),
+        predicted=ledger({PRODUCTS: 55, (Group.IDLE, Idle.HOST): 10}),
     ),
     "unexplained": step(
         ledger({PRODUCTS: 95, (Group.IDLE, Idle.UNEXPLAINED): 5}),
@@ -122,10 +123,15 @@ def test_every_command_runs(name: str) -> None:
         ("compiled", "40 ms (40.0 %)", "--cuda-graph", 40),
         ("data", "40 ms (40.0 %)", "--workers 2", 40),
         ("recomputed", "25 ms (25.0 %)", "--ac none", 25),
-        ("difference", "30 ms longer", "trace messages", 30),
-        ("products", "30 ms shorter", "trace kernels", None),
-        ("idle", "40 ms longer", "critical-path", 40),
-        ("unexplained", "5 ms longer", "trace breakdown", 5),
+        (
+            "difference",
+            "All of the 30 ms above the prediction is exposed",
+            "trace messages",
+            None,
+        ),
+        ("products", "All of the 30 ms below the prediction is matmul", "trace kernels", None),
+        ("idle", "30 ms of the 35 ms above the prediction is idle", "critical-path", None),
+        ("unexplained", "5 ms above the prediction is unexplained", "trace breakdown", None),
         ("unknown", "unexplained", "--profile", None),
         ("doubtful", "busy host", "--launches 3", None),
         ("memory", "20 of 140 GiB", "--find-batch", None),

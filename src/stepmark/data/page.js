@@ -35,6 +35,15 @@
       if (line) out.textContent = line.dataset.command;
     });
   });
+  document.querySelectorAll("button.whole").forEach(function (button) {
+    var plot = button.closest("section").querySelector(".js-plotly-plot");
+    var ranges = JSON.parse(button.dataset.ranges), place = 0;
+    button.addEventListener("click", function () {
+      place = 1 - place;
+      Plotly.relayout(plot, { "xaxis.range": ranges[place].slice() });
+      button.textContent = place ? "Show one block" : "Show all";
+    });
+  });
   var plots = Array.from(document.querySelectorAll(".js-plotly-plot"));
   var ink = function () {
     var css = getComputedStyle(document.documentElement);

@@ -147,8 +147,16 @@ def _plot(figure: Figure, section: str) -> list[str]:
     """Return the note of a figure and the figure. section: its name."""
     drawn = json.dumps(draw(figure) | {"config": _CONFIG}, separators=(",", ":"))
     drawn = drawn.replace("<", r"\u003c")  # no tag within a script
+    button = ""
+    if figure.x.whole and figure.x.limits:
+        ranges = escape(json.dumps([figure.x.limits, figure.x.whole]))
+        button = (
+            f'<p class="tools"><button type="button" class="whole" data-ranges="{ranges}">'
+            "Show all</button></p>"
+        )
     return [
         paragraph(figure.note, "quiet"),
+        button,
         f'<div class="plot"><div style="height:{figure.height}px">'
         f'<div id="plot-{section}" style="height:100%"></div></div>'
         f'<script>Plotly.newPlot("plot-{section}",{drawn})</script></div>',
