@@ -18,8 +18,8 @@ from stepmark.comparison.comparison_text import (
 from stepmark.ground.ratio import EFFECT_FLOOR, Ratio
 from stepmark.ground.units import format_bytes
 from stepmark.tables.figures import Axis, Figure, Kind, Mark, Panel, Series
-from stepmark.tables.page import Html, Page, Section, paragraph, preformatted
-from stepmark.tables.row_tables import page_table
+from stepmark.tables.page import Page, Section, paragraph, preformatted
+from stepmark.tables.page_table import page_table
 
 # Fields that divide lines into figures; size runs along the axis.
 _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
@@ -37,7 +37,7 @@ def page(comparison: Comparison, lead: Sequence[str] = ()) -> Page:
         sections=[
             Section("Summary", [*first, *paragraphs]),
             *figures(comparison),
-            Section("All lines", [Html(page_table(table_of(comparison)))]),
+            Section("All lines", page_table(table_of(comparison))),
         ],
     )
 

@@ -35,6 +35,9 @@ _FEW_POWERS = 3  # of ten, on a logarithmic axis
 _MOST_SIZES = 6  # powers of two, about
 _MANY_POINTS = 20  # of a curve, which are drawn smaller
 _MOST_EDGED = 400  # spans; edges of more would hide their colours
+_BLACK = "#000000"
+_WHITE = "#ffffff"
+_CIVIDIS_MIDDLE = 0.47  # of the scale: its colour has the medium luminance
 _MEDIUM = 0.179  # luminance on which black and white have one contrast
 # The darkest and lightest of a colour that have a contrast of 3 to black and white paper.
 SHADES = (0.135, 0.29)
@@ -233,22 +236,28 @@ def _bars(series: Series) -> dict[str, Any]:
             "textposition": "inside",
             "insidetextanchor": "middle",
             "textangle": 0,
-            "textfont": {"size": 11, "color": _label_colours(series.colour)},
+            "insidetextfont": {"size": 11, "color": _shortest(_label_colours(series.colour))},
         }
         edge = {"width": 0.5 if is_edged else 0, "color": "rgba(255,255,255,0.6)"}
-        bars["marker"] = {"color": series.colour, "line": edge}
+        bars["marker"] = {"color": _shortest(series.colour), "line": edge}
     return bars
 
 
+def _shortest(colours: str | Sequence[str]) -> str | Sequence[str]:
+    """Return one colour for all bars if they have the same."""
+    return colours if isinstance(colours, str) or len(set(colours)) > 1 else colours[0]
+
+
 def _label_colours(colours: str | Sequence[str]) -> list[str]:
-    """Return black or white, whichever is easier to read on each bar; "": any is."""
+    """Return black or white, whichever is easier to read on each bar: above 4.5 of contrast.
+
+    "": plotly's choice, on bars that are blended and have no labels.
+    """
     named = [colours] if isinstance(colours, str) else colours
-    return ["" if not c.startswith("#") else label_colour(luminance(c)) for c in named]
-
-
-def label_colour(brightness: float) -> str:
-    """Return the colour of text on ground of a luminance: its contrast is above 4.5."""
-    return "#ffffff" if brightness < _MEDIUM else "#000000"
+    return [
+        "" if each[0] != "#" else _WHITE if luminance(each) < _MEDIUM else _BLACK
+        for each in named
+    ]
 
 
 def luminance(colour: str) -> float:
@@ -283,6 +292,10 @@ def _encoded(light: float) -> float:
 
 def _cells(cells: Cells) -> dict[str, Any]:
     """Return a map as bars: the plotly.js of a page has no heat maps, which saves 0.3 MB."""
+    low, high = cells.limits
+    shares = [(value - low) / ((high - low) or 1.0) for value in cells.values]
+    shares = shares if cells.more_is_better else [1 - share for share in shares]
+    labels = [_WHITE if share < _CIVIDIS_MIDDLE else _BLACK for share in shares]
     return {
         "type": "bar",
         "orientation": "h",
@@ -301,6 +314,7 @@ def _cells(cells: Cells) -> dict[str, Any]:
         },
         "text": [*map(_markup, cells.labels)],
         "textposition": "inside",
+        "insidetextfont": {"color": labels},
         "insidetextanchor": "middle",
         "textangle": 0,
         "hovertext": [*map(_markup, cells.hover)],

@@ -280,9 +280,10 @@ class _Drawing:
                 look = _DASHED.format(colour)
             elif place < len(starts) - 1:
                 look = _OUTLINED.format(colour)
+            length = max(right - left, _LEAST)
             yield (
-                f'<rect x="{min(left, 100 - _LEAST):.2f}%" y="{top + place * (_BAR + 2)}" height="{height}" '
-                f'width="{max(right - left, _LEAST):.2f}%" {look}/>'
+                f'<rect x="{min(left, 100 - length):.2f}%" y="{top + place * (_BAR + 2)}" '
+                f'width="{length:.2f}%" height="{height}" {look}/>'
             )
 
     def _axis(self) -> Iterator[str]:
