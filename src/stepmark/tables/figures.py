@@ -211,7 +211,7 @@ def _trace(series: Series, panel: Panel, index: int) -> dict[str, Any]:
         pattern = _PATTERNS[index // len(COLOURS) % len(_PATTERNS)]
         marker = {"color": colour, "pattern": {"shape": series.pattern or pattern}}
         trace |= {"orientation": "h" if panel.y.categories else "v", "marker": marker}
-        return trace | _bars(series)
+        return trace | _bars(series, colour)
     dash = series.dash or _DASHES[index % len(_DASHES)]
     is_thin = series.kind is Kind.LINE or len(series.x) > _MANY_POINTS
     trace["line"] = {"color": colour, "width": 1.5 if is_thin else 2, "dash": dash}
@@ -225,9 +225,11 @@ def _trace(series: Series, panel: Panel, index: int) -> dict[str, Any]:
     return trace
 
 
-def _bars(series: Series) -> dict[str, Any]:
+def _bars(series: Series, colour: str | Sequence[str]) -> dict[str, Any]:
     """Return what bars have besides their values."""
     bars: dict[str, Any] = {"textposition": "auto", "text": [*map(_markup, series.labels)]}
+    if series.labels:
+        bars["insidetextfont"] = {"color": _shortest(_label_colours(colour))}
     if series.starts:
         is_edged = bool(series.labels) and len(series.x) <= _MOST_EDGED
         bars |= {
@@ -236,10 +238,10 @@ def _bars(series: Series) -> dict[str, Any]:
             "textposition": "inside",
             "insidetextanchor": "middle",
             "textangle": 0,
-            "insidetextfont": {"size": 11, "color": _shortest(_label_colours(series.colour))},
+            "textfont": {"size": 11},
         }
         edge = {"width": 0.5 if is_edged else 0, "color": "rgba(255,255,255,0.6)"}
-        bars["marker"] = {"color": _shortest(series.colour), "line": edge}
+        bars["marker"] = {"color": _shortest(colour), "line": edge}
     return bars
 
 
@@ -249,15 +251,9 @@ def _shortest(colours: str | Sequence[str]) -> str | Sequence[str]:
 
 
 def _label_colours(colours: str | Sequence[str]) -> list[str]:
-    """Return black or white, whichever is easier to read on each bar: above 4.5 of contrast.
-
-    "": plotly's choice, on bars that are blended and have no labels.
-    """
+    """Return black or white, whichever is easier to read on each bar: above 4.5 of contrast."""
     named = [colours] if isinstance(colours, str) else colours
-    return [
-        "" if each[0] != "#" else _WHITE if luminance(each) < _MEDIUM else _BLACK
-        for each in named
-    ]
+    return [_WHITE if luminance(each) < _MEDIUM else _BLACK for each in named]
 
 
 def luminance(colour: str) -> float:

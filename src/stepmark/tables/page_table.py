@@ -16,7 +16,9 @@ def page_table(table: Table) -> list[Html]:
     if not len(table):
         return [paragraph("Nothing was measured.")]
     columns = table.shown(View.PAGE)
-    same = constant_columns(table, columns)
+    titles = [column.title for column in columns]
+    unique = [column for column in columns if titles.count(column.title) == 1]
+    same = constant_columns(table, unique)
     facts = [(column.title, column.shown(table.rows()[0])) for column in same]
     text = ", ".join(f"{title} {value}" for title, value in facts if value not in _UNSET)
     command = (

@@ -8,13 +8,15 @@ import numpy as np
 
 from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.model.ops import Phase
-from stepmark.timeline.ledger import WAITING
+from stepmark.timeline.ledger import WAITING, Work
 from stepmark.timeline.timeline import LEFT_OUT, Span, Timeline
 from stepmark.timeline.trace_columns import Ints
 
 MOST_BARS = 5000
 MOST_LANES = 8  # of a figure
 _FIRST_PARTS = 20_000  # of the window: what is joined at first
+# Phases of a prediction and of a replay.
+_NOT_BACKWARD = (Phase.FWD, Phase.OPTIM, "forward", Work.OPTIMIZER)
 _MARGIN = 8  # of a block: an eighth is shown before and after it
 _WHOLE = 0.9  # of the busiest pass of a layer: others are cut by what is left out
 _LEAST_STEP = 3  # blocks, of a step that is not shown whole
@@ -83,7 +85,7 @@ def _block(timeline: Timeline, rows: Ints) -> Block | None:
         for name in ("layer", "microbatch", "phase", "kind", "start_ns", "end_ns")
     )
     is_work = (layer >= 0) & ~np.isin(kind, _numbers(timeline, (COMMUNICATION, WAITING)))
-    is_back = is_work & ~np.isin(phase, _numbers(timeline, (Phase.FWD, Phase.OPTIM)))
+    is_back = is_work & ~np.isin(phase, _numbers(timeline, _NOT_BACKWARD))
     has_back = bool(is_back.any())
     chosen = np.flatnonzero(is_back if has_back else is_work)
     if not chosen.size:
