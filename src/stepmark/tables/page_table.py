@@ -20,7 +20,7 @@ def page_table(table: Table) -> list[Html]:
     unique = [column for column in columns if titles.count(column.title) == 1]
     same = constant_columns(table, unique)
     facts = [(column.title, column.shown(table.rows()[0])) for column in same]
-    text = ", ".join(f"{title} {value}" for title, value in facts if value not in _UNSET)
+    text = "; ".join(f"{title} {value}" for title, value in facts if value not in _UNSET)
     command = (
         '<pre class="command" aria-live="polite">Click a row for the command that measures it '
         "alone; click a heading to sort.</pre>"
