@@ -145,6 +145,25 @@ def test_a_suggestion_has_its_reason_and_its_gain(
     assert own.gain_ns == (None if gain_ms is None else gain_ms * 1e6)
 
 
+def test_gains_add_up_to_no_more_than_the_step() -> None:
+    """What is computed again may be matrix products, too: one of both is suggested."""
+    lines = {PRODUCTS: 60, (Group.IDLE, Idle.HOST): 40}
+    own = step(ledger(lines, **{RECOMPUTED: 60}), case=single())
+    gains = [each.gain_ns for each in suggestions(own)]
+    assert gains == [60e6, 40e6]
+
+
+def test_a_line_explains_at_most_the_difference_of_the_steps() -> None:
+    """The gather is 30 ms longer and the host 20 ms faster: of the 10 ms it is all."""
+    own = step(
+        ledger({PRODUCTS: 60, REDUCE: 40, (Group.IDLE, Idle.HOST): 10}),
+        predicted=ledger({PRODUCTS: 60, REDUCE: 10, (Group.IDLE, Idle.HOST): 30}),
+    )
+    words = "All of the 10 ms above the prediction is exposed reduce_scatter"
+    assert suggestions(own)[0].text == words
+    assert suggestions(own)[0].gain_ns is None
+
+
 def test_what_the_data_do_not_show_is_not_suggested() -> None:
     norms = step(ledger({(Group.COMPUTE, Work.ELEMENTWISE): 99, (Group.COPIES, "copy"): 1}))
     assert suggestions(norms) == ()

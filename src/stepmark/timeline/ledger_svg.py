@@ -275,15 +275,15 @@ class _Drawing:
             if not ms:
                 continue
             left, right = sorted((self._x(start), self._x(start + ms)))
-            look = f'fill="{colour}"'
+            mark = f'fill="{colour}"'
             if row.group is Idle.UNEXPLAINED:
-                look = _DASHED.format(colour)
+                mark = _DASHED.format(colour)
             elif place < len(starts) - 1:
-                look = _OUTLINED.format(colour)
+                mark = _OUTLINED.format(colour)
             length = max(right - left, _LEAST)
             yield (
                 f'<rect x="{min(left, 100 - length):.2f}%" y="{top + place * (_BAR + 2)}" '
-                f'width="{length:.2f}%" height="{height}" {look}/>'
+                f'width="{length:.2f}%" height="{height}" {mark}/>'
             )
 
     def _axis(self) -> Iterator[str]:
@@ -339,10 +339,10 @@ class _Drawing:
         y = 10
         for entries in self._legend_rows():
             for x, name, group in entries:
-                look = f'fill="{_COLOURS.get(group)}"'
+                mark = f'fill="{_COLOURS.get(group)}"'
                 if group is Idle.UNEXPLAINED:
-                    look = _DASHED.format(self.theme.ink)
-                yield f'<rect x="{x + 1:.1f}" y="{y - 2}" width="11" height="11" {look}/>'
+                    mark = _DASHED.format(self.theme.ink)
+                yield f'<rect x="{x + 1:.1f}" y="{y - 2}" width="11" height="11" {mark}/>'
                 yield self.text(round(x + 17, 1), y + 8, name, size=12, is_quiet=True)
             y += _LEGEND
         for note in self._legend_notes():
