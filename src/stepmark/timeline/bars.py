@@ -99,9 +99,8 @@ def _block(timeline: Timeline, rows: Ints) -> Block | None:
     last = np.zeros(busy.size, np.int64)
     np.maximum.at(last, places, end[chosen])
     is_cut = busy < _WHOLE * busy.max()
-    best = int(
-        np.lexsort((last - first, _num_left_out(timeline, (first + last) // 2), is_cut))[0]
-    )
+    num_left_out = _num_left_out(timeline, (first + last) // 2)
+    best = int(np.lexsort((last - first, num_left_out, is_cut))[0])
     length = int(last[best] - first[best])
     low, high = timeline.window
     if _LEAST_STEP * length > high - low:
