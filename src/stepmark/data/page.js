@@ -63,6 +63,9 @@
         "yaxis.domain": [0.6, 1], "yaxis2.domain": [0, 0.4] });
     });
     plots.forEach(function (plot) {
+      var title = plot.layout.xaxis && plot.layout.xaxis.title;
+      if (title && title.text && (plot.layout.yaxis || {}).type === "category")
+        Plotly.relayout(plot, { "xaxis.title.text": title.text.replace(/(.{8,}?) /g, "$1<br>") });
       var width = plot.closest(".plot").clientWidth;
       if (plot.layout.width > width) Plotly.relayout(plot, { width: width });
     });

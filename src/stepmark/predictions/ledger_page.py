@@ -116,9 +116,11 @@ def stages(ledgers: Sequence[Ledger]) -> Figure:
 
 def stacked(title: str, note: str, ledgers: Sequence[Ledger], names: Sequence[str]) -> Figure:
     """Return a bar per ledger, of its lines; waiting is apart from transfers."""
+    has_unexplained = any(UNEXPLAINED in own.lines for own in ledgers)
+    crossed = "; crossed: unexplained time" if has_unexplained else ""
     return Figure(
         title=title,
-        note=f"{note} Hatched: compute under communication; crossed: unexplained.",
+        note=f"{note} Hatched: compute under communication{crossed}.",
         x=Axis(title="ms"),
         y=Axis(categories=names),
         series=[

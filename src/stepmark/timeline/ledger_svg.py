@@ -36,7 +36,7 @@ _LEGEND = 20
 _LEGEND_WIDTHS = {False: 640, True: 340}  # by whether the picture is narrow
 _ARROW = " \N{RIGHTWARDS ARROW} "
 _RIGHT = "100%"
-_APART = 9  # ticks with a number, in percent of the plot
+_LEAST_PLOT = 260  # pixels, between words and numbers of a page that is not a phone's
 _EDGE = 8  # in percent: a number nearer to an edge is inside
 _FONT = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 _OUTLINED = 'fill="none" stroke="{}" stroke-width="1.5"'
@@ -293,11 +293,13 @@ class _Drawing:
             place = self._x(tick)
             x = f"{place:.2f}%"
             yield self._rule(x, x, _HEAD, self._bottom, self.theme.line)
-            if place - last > _APART:
+            number = f"{tick:,g}"
+            side = "start" if place < _EDGE else "end" if place > 100 - _EDGE else "middle"
+            apart_px = _LETTER * len(number) * (1.5 if side == "end" else 1) + 6
+            if (place - last) * _LEAST_PLOT > 100 * apart_px:
                 last = place
-                side = "start" if place < _EDGE else "end" if place > 100 - _EDGE else "middle"
                 y = self._bottom + 16
-                yield self.text(x, y, f"{tick:,g}", anchor=side, is_quiet=True, size=12)
+                yield self.text(x, y, number, anchor=side, is_quiet=True, size=12)
         if not self.is_narrow:  # it would cross the numbers
             x = f"{self._x(self.table.steps_ms[-1]):.2f}%"
             yield self._rule(x, x, _HEAD, self._bottom, self.theme.quiet, dash="4 3")
