@@ -130,11 +130,7 @@ def stacked(title: str, note: str, ledgers: Sequence[Ledger], names: Sequence[st
                 x=[_ns(own, line) / 1e6 for own in ledgers],
                 y=names,
                 colour=COLOURS_OF.get(line[1], COLOURS_OF[LEFT_OUT]),
-                pattern="x"
-                if line == UNEXPLAINED
-                else "/"
-                if group is Group.OVERLAPPED
-                else "",
+                pattern="x" if line == UNEXPLAINED else _PATTERNS.get(group, ""),
                 is_in_legend=group is not Group.OVERLAPPED,
             )
             for group in Group

@@ -117,8 +117,8 @@ def _num_left_out(timeline: Timeline, times: Ints) -> Ints:
     kind, start, end = (np.asarray(timeline.columns[n]) for n in ("kind", "start_ns", "end_ns"))
     is_left_out = np.isin(kind, _numbers(timeline, (LEFT_OUT,)))
     first, last = start[is_left_out], end[is_left_out]
-    is_inside = (times[:, None] >= first) & (times[:, None] < last)
-    return np.count_nonzero(is_inside, axis=1)
+    num_left_out: Ints = ((times[:, None] >= first) & (times[:, None] < last)).sum(axis=1)
+    return num_left_out
 
 
 def _numbers(timeline: Timeline, texts: Iterable[str]) -> list[int]:

@@ -241,8 +241,7 @@ class _Drawing:
             if len(shown) == 2:
                 shown.append(self.table.signed(row.times_ms[1] - row.times_ms[0]))
             for place, number in enumerate(shown, 1):
-                x = _CELL * place
-                yield self.text(x, y + 19, number, anchor="end", weight=weight)
+                yield self.text(_CELL * place, y + 19, number, anchor="end", weight=weight)
         if not self.is_narrow:
             yield self._step_rule()
 

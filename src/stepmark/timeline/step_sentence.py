@@ -1,6 +1,6 @@
 """A measured step in one sentence, whose differences add up to that of the steps."""
 
-from collections import Counter
+from collections import defaultdict
 
 from stepmark.tables.columns import digits
 from stepmark.timeline.ledger import RECOMPUTED, WAITING, Group, Idle, Ledger
@@ -48,7 +48,7 @@ def difference_text(predicted: Ledger, measured: Ledger) -> str:
     "": there is none. Work counts alone and under communication together.
     """
     table = ledger_table([predicted, measured])
-    lines_ms: Counter[str] = Counter()
+    lines_ms: defaultdict[str, float] = defaultdict(float)
     for row in table.rows:
         name = _REST if row.group is None else row.words.removesuffix(UNDER_COMMUNICATION)
         lines_ms[name] += _difference_ms(row.times_ms, table)
