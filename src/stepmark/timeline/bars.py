@@ -90,14 +90,12 @@ def _block(timeline: Timeline, rows: Ints) -> Block | None:
     chosen = np.flatnonzero(is_back if has_back else is_work)
     if not chosen.size:
         return None
-    keys = np.stack((layer[chosen], microbatch[chosen]))
-    passes, places = np.unique(keys, axis=1, return_inverse=True)
-    places = places.reshape(-1)
-    busy = np.bincount(places, weights=end[chosen] - start[chosen])
-    first = np.full(busy.size, np.iinfo(np.int64).max)
-    np.minimum.at(first, places, start[chosen])
-    last = np.zeros(busy.size, np.int64)
-    np.maximum.at(last, places, end[chosen])
+    chosen = chosen[np.lexsort((microbatch[chosen], layer[chosen]))]
+    passes = np.stack((layer[chosen], microbatch[chosen]))
+    begins = np.flatnonzero(np.any(np.diff(passes, prepend=-2), axis=0))
+    busy = np.add.reduceat(end[chosen] - start[chosen], begins)
+    first = np.minimum.reduceat(start[chosen], begins)
+    last = np.maximum.reduceat(end[chosen], begins)
     is_cut = busy < _WHOLE * busy.max()
     num_left_out = _num_left_out(timeline, (first + last) // 2)
     best = int(np.lexsort((last - first, num_left_out, is_cut))[0])
@@ -106,7 +104,7 @@ def _block(timeline: Timeline, rows: Ints) -> Block | None:
     if _LEAST_STEP * length > high - low:
         return None
     return Block(
-        f"{'the backward pass of ' if has_back else ''}layer {passes[0, best]}",
+        f"{'the backward pass of ' if has_back else ''}layer {layer[chosen[begins[best]]]}",
         max(low, int(first[best]) - length // _MARGIN),
         min(high, int(last[best]) + length // _MARGIN),
     )
