@@ -51,7 +51,7 @@ FAST_VIEWS = (
 )
 VIEWS = [
     pytest.param(*view, marks=() if view in FAST_VIEWS else pytest.mark.slow)
-    for view in itertools.product(PAGES, (390, 1280), ("light", "dark"))
+    for view in itertools.product(PAGES, (390, 768, 1280), ("light", "dark"))
 ]
 
 
