@@ -30,6 +30,8 @@ from stepmark.operators.op_options import options_class
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```sh run(?: head=(\d+))?(?: tail=(\d+))?\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
+COMMANDS = re.compile(r'<div class="language-sh .*?</div>', re.S)
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 FOR_MACHINES = ("llms.txt", "AGENTS.md")
 
 
@@ -63,6 +65,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             text = FENCE.sub(lambda match: _executed(match, source), text)
     text = re.sub(r"^```(\w+) [^\n]+$", r"```\1", text, flags=re.M)
     return LINK.sub(lambda match: _outside(match, source), text)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return a page whose commands fold between words, not within a flag."""
+    return COMMANDS.sub(lambda match: FLAG.sub(r"<i>\g<0></i>", match[0]), html)
 
 
 def _executed(match: "re.Match[str]", source: str) -> str:

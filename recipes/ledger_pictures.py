@@ -44,7 +44,7 @@ def main() -> int:
         path = arguments.folder / f"{arguments.name}-{name}.svg"
         title = ledger_page.clauses(step.sentence)[0]
         names = NAMES[-len(ledgers) :]
-        picture = ledger_svg.svg(ledgers, names, title=title, theme=theme, is_file=True)
+        picture = ledger_svg.svg(ledgers, names, title=title, theme=theme)
         path.write_text(f"{picture}\n", encoding="utf-8")
     return 0
 

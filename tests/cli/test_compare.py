@@ -261,7 +261,7 @@ def test_csv_and_page(cut: list[Path], tmp_path: Path) -> None:
     rows = list(csv.DictReader(io.StringIO(text)))
     assert len(rows) == 34
     html = page.read_text()
-    assert "<h1>Comparison of no-plugin, plugin and plugin-gdr3</h1>" in html
+    assert "<h1>Comparison of no-plugin with 2 others</h1>" in html
     assert html.count("Plotly.newPlot(") == 1
     # Lines are sorted by what they are, not by how it reads: 1 KiB before 1 GiB.
     (first, *_) = re.findall(r"<tr>(<td.*?)</tr>", html)

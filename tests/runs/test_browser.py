@@ -51,7 +51,7 @@ FAST_VIEWS = (
 )
 VIEWS = [
     pytest.param(*view, marks=() if view in FAST_VIEWS else pytest.mark.slow)
-    for view in itertools.product(PAGES, (390, 1280), ("light", "dark"))
+    for view in itertools.product(PAGES, (390, 768, 1280), ("light", "dark"))
 ]
 
 
@@ -121,6 +121,38 @@ def test_the_answer_comes_first(tab: browser.Tab, page: Path) -> None:
         order = [tab.value(value(each)) for each in ("h1", picture, "nav", "section table")]
         assert order == sorted(order)
         assert order[1] < 500  # pixels: on the first screen
+
+
+def test_a_button_shows_all_of_a_figure_that_begins_at_a_block(
+    tab: browser.Tab, tmp_path: Path
+) -> None:
+    tab.open(write_page(RESULTS / "h100-run", tmp_path / "report.html"), width=1280)
+    plot = (
+        "document.querySelector('.whole').closest('section').querySelector('.js-plotly-plot')"
+    )
+    click = (
+        "document.querySelector('.whole').click(), document.querySelector('.whole').textContent"
+    )
+    limits = f"{plot}.layout.xaxis.range.slice()"
+    first, last = tab.value(limits)
+    assert tab.value(click) == "Show one block"
+    start, end = tab.value(limits)
+    assert 0 == start < first < last < end
+    assert last - first < 0.05 * end
+    assert tab.value(click) == "Show all"
+    assert tab.value(limits) == [first, last]
+
+
+@pytest.mark.parametrize("width", [768, 1280])
+def test_the_picture_is_as_wide_as_the_text(tab: browser.Tab, page: Path, width: int) -> None:
+    tab.show(page, width=width, scheme="light")
+    widths = tab.value(
+        "Array.from(document.querySelectorAll('.wide .ledger'), e => "
+        "[e.getBoundingClientRect().width, e.scrollWidth, e.parentNode.clientWidth])"
+    )
+    text = tab.value("document.querySelector('h1').getBoundingClientRect().width")
+    assert all(own == inside == whole == text for own, inside, whole in widths)
+    assert bool(widths) == ('class="ledger"' in page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", OF_FULLEST, indirect=True)

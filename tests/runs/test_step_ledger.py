@@ -267,7 +267,7 @@ def test_the_page_of_a_predicted_step(
     assert titles[2].startswith("Samples: ")
     (headline,) = re.findall("<h1>(.*?)</h1>", html)
     assert headline.endswith(f"measured 1.08 ms, predicted 1 ms (7.4 % too low; {INTERVAL})")
-    assert html.index(headline) < html.index("<title>Ledger of ") < html.index("<nav>")
+    assert html.index(headline) < html.index('aria-label="Ledger of ') < html.index("<nav>")
     assert f"committed {when} the measurement, {created_at[:10]} 00:00:00 UTC, and not" in html
     assert digest in html
     assert re.search(r"\n    matmul +0\.600 +0\.\d+ ", html)

@@ -88,7 +88,8 @@ STEPS = {
         ledger({PRODUCTS: 60, REDUCE: 40}), predicted=ledger({PRODUCTS: 90, REDUCE: 40})
     ),
     "idle": step(
-        ledger({PRODUCTS: 60, (Group.IDLE, Idle.HOST): 40}), predicted=ledger({PRODUCTS: 60})
+        ledger({PRODUCTS: 60, (Group.IDLE, Idle.HOST): 40}),
+        predicted=ledger({PRODUCTS: 55, (Group.IDLE, Idle.HOST): 10}),
     ),
     "unexplained": step(
         ledger({PRODUCTS: 95, (Group.IDLE, Idle.UNEXPLAINED): 5}),
@@ -122,10 +123,15 @@ def test_every_command_runs(name: str) -> None:
         ("compiled", "40 ms (40.0 %)", "--cuda-graph", 40),
         ("data", "40 ms (40.0 %)", "--workers 2", 40),
         ("recomputed", "25 ms (25.0 %)", "--ac none", 25),
-        ("difference", "30 ms longer", "trace messages", 30),
-        ("products", "30 ms shorter", "trace kernels", None),
-        ("idle", "40 ms longer", "critical-path", 40),
-        ("unexplained", "5 ms longer", "trace breakdown", 5),
+        (
+            "difference",
+            "All of the 30 ms above the prediction is exposed",
+            "trace messages",
+            None,
+        ),
+        ("products", "All of the 30 ms below the prediction is matmul", "trace kernels", None),
+        ("idle", "30 ms of the 35 ms above the prediction is idle", "critical-path", None),
+        ("unexplained", "5 ms above the prediction is unexplained", "trace breakdown", None),
         ("unknown", "unexplained", "--profile", None),
         ("doubtful", "busy host", "--launches 3", None),
         ("memory", "20 of 140 GiB", "--find-batch", None),
@@ -137,6 +143,25 @@ def test_a_suggestion_has_its_reason_and_its_gain(
     (own,) = [each for each in suggestions(STEPS[name]) if command in each.command]
     assert words in own.text
     assert own.gain_ns == (None if gain_ms is None else gain_ms * 1e6)
+
+
+def test_gains_add_up_to_no_more_than_the_step() -> None:
+    """What is computed again may be matrix products, too: one of both is suggested."""
+    lines = {PRODUCTS: 60, (Group.IDLE, Idle.HOST): 40}
+    own = step(ledger(lines, **{RECOMPUTED: 60}), case=single())
+    gains = [each.gain_ns for each in suggestions(own)]
+    assert gains == [60e6, 40e6]
+
+
+def test_a_line_explains_at_most_the_difference_of_the_steps() -> None:
+    """The gather is 30 ms longer and the host 20 ms faster: of the 10 ms it is all."""
+    own = step(
+        ledger({PRODUCTS: 60, REDUCE: 40, (Group.IDLE, Idle.HOST): 10}),
+        predicted=ledger({PRODUCTS: 60, REDUCE: 10, (Group.IDLE, Idle.HOST): 30}),
+    )
+    words = "All of the 10 ms above the prediction is exposed reduce_scatter"
+    assert suggestions(own)[0].text == words
+    assert suggestions(own)[0].gain_ns is None
 
 
 def test_what_the_data_do_not_show_is_not_suggested() -> None:

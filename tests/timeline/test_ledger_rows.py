@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree
 
 import pytest
@@ -60,55 +60,107 @@ def test_a_measured_ledger_alone_has_no_difference() -> None:
     assert lines[-1].split()[-2:] == ["100.0", "%"]
 
 
-def drawn(ledgers: Sequence[Ledger], *, is_narrow: bool = False) -> ElementTree.Element:
+Column = tuple[ElementTree.Element, float]
+
+
+def drawn(ledgers: Sequence[Ledger], kind: str) -> Iterator[Column]:
+    """Yield the columns of a picture and their widths in pixels. kind: a file, or of a page."""
     names = ("predicted", "measured")[-len(ledgers) :]
-    theme = ledger_svg.DARK
-    text = ledger_svg.svg(
-        ledgers, names, title="a < b", theme=theme, is_narrow=is_narrow, is_file=True
-    )
-    return ElementTree.fromstring(text)
+    if kind == "file":
+        text = ledger_svg.svg(ledgers, names, title="a < b", theme=ledger_svg.DARK)
+        for column in ElementTree.fromstring(text).iter(f"{SVG}svg"):
+            if "x" in column.attrib and "width" in column.attrib:
+                yield column, float(column.attrib["width"])
+        return
+    html = ledger_svg.html(ledgers, names, "a < b").replace("<svg", f'<svg xmlns="{SVG[1:-1]}"')
+    (picture,) = [
+        each
+        for each in ElementTree.fromstring(f"<p>{html}</p>")
+        if each.attrib["class"] == kind
+    ]
+    columns = list(picture.iter(f"{SVG}svg"))
+    widths = [each.attrib["width"] for each in columns]
+    fixed = sum(float(width) for width in widths if width != "100%")
+    for column, width in zip(columns, widths, strict=True):
+        whole = 360.0 if kind == "narrow" else 700.0
+        is_in_row = kind == "wide" and column is not columns[-1]
+        room = whole - fixed if is_in_row else whole
+        yield column, room if width == "100%" else float(width)
 
 
-@pytest.mark.parametrize("is_narrow", [False, True])
+def place(value: str, width: float) -> float:
+    """Return a coordinate in pixels."""
+    if value.endswith("%"):
+        return float(value[:-1]) / 100 * width
+    return float(value)
+
+
+def is_bar(rect: ElementTree.Element) -> bool:
+    return rect.attrib["width"].endswith("%")
+
+
+KINDS = pytest.mark.parametrize("kind", ["file", "wide", "narrow"])
+
+
+@KINDS
 @pytest.mark.parametrize("count", [1, 2])
-def test_bars_of_a_picture_are_as_long_as_the_step(count: int, is_narrow: bool) -> None:
+def test_bars_of_a_picture_are_as_long_as_the_step(count: int, kind: str) -> None:
     lines = {(Group.COMPUTE, "matmul"): 60_000_000, (Group.COMM, "all_reduce"): 30_000_000}
     ledgers = [Ledger(window_ns=90_000_000, lines=lines)] * count
-    root = drawn(ledgers, is_narrow=is_narrow)
-    bars = [each for each in root.iter(f"{SVG}rect") if "fill-opacity" in each.attrib]
+    rects = [rect for column, _ in drawn(ledgers, kind) for rect in column.iter(f"{SVG}rect")]
+    bars = [rect for rect in rects if is_bar(rect)]
     assert len(bars) == 3 * count  # two lines and the step
-    widths = [float(bar.attrib["width"]) for bar in bars]
-    for place in range(count):
-        product, reduction, step = widths[place::count]
-        assert product + reduction == pytest.approx(step, abs=0.2)
-        assert product == pytest.approx(2 * reduction, abs=0.2)
-    starts = [float(bar.attrib["x"]) for bar in bars]
-    assert starts[count] == pytest.approx(starts[0] + widths[0], abs=0.1)
+    widths = [place(bar.attrib["width"], 100) for bar in bars]
+    for number in range(count):
+        product, reduction, step = widths[number::count]
+        assert product + reduction == pytest.approx(step, abs=0.02)
+        assert product == pytest.approx(2 * reduction, abs=0.02)
+    starts = [place(bar.attrib["x"], 100) for bar in bars]
+    assert starts[count] == pytest.approx(starts[0] + widths[0], abs=0.02)
+    assert widths[-1] == pytest.approx(100)  # of the plot, thus of the page
 
 
-@pytest.mark.parametrize("is_narrow", [False, True])
+@KINDS
 @pytest.mark.parametrize("seed", range(5))
-def test_all_of_a_picture_is_inside_it(seed: int, is_narrow: bool) -> None:
+def test_all_of_a_picture_is_inside_it(seed: int, kind: str) -> None:
     rng = random.Random(seed)
-    root = drawn([some_ledger(rng, 1e9), some_ledger(rng, 1e9)], is_narrow=is_narrow)
-    width, height = (float(root.attrib[name]) for name in ("width", "height"))
-    for bar in root.iter(f"{SVG}rect"):
-        left = float(bar.attrib.get("x", 0))
-        assert 0 <= left <= left + float(bar.attrib["width"]) <= width
-        assert float(bar.attrib.get("y", 0)) + float(bar.attrib["height"]) <= height
-    for text in root.iter(f"{SVG}text"):
-        x, letters = float(text.attrib["x"]), len(text.text or "")
-        size = float(text.attrib["font-size"])
-        wide = 0.56 * size * letters * (0.5 if text.attrib["text-anchor"] == "middle" else 1)
-        assert 0 <= x <= width
-        assert x - wide >= 0 or text.attrib["text-anchor"] != "end", text.text
-        assert x + wide <= width or text.attrib["text-anchor"] != "start", text.text
-        assert 0 < float(text.attrib["y"]) < height
+    for column, width in drawn([some_ledger(rng, 1e9), some_ledger(rng, 1e9)], kind):
+        height = float(column.attrib["height"])
+        for bar in column.iter(f"{SVG}rect"):
+            left = place(bar.attrib["x"], width)
+            assert 0 <= left <= left + place(bar.attrib["width"], width) <= width + 0.2
+            assert float(bar.attrib["y"]) + float(bar.attrib["height"]) <= height
+        for text in column.iter(f"{SVG}text"):
+            x, letters = place(text.attrib["x"], width), len(text.text or "")
+            anchor = text.attrib["text-anchor"]
+            size = float(text.attrib["font-size"])
+            wide = 0.56 * size * letters * (0.5 if anchor == "middle" else 1)
+            assert x - wide >= 0 or anchor == "start", text.text
+            assert x + wide <= width or anchor == "end", text.text
+            assert 0 < float(text.attrib["y"]) < height
+
+
+@KINDS
+def test_unexplained_time_has_its_own_mark(kind: str) -> None:
+    """However short it is, it is neither one of the other lines nor drawn as a line."""
+    lines = {(Group.COMPUTE, f"a{n}"): 50_000_000 for n in range(20)}
+    lines |= {(Group.IDLE, str(Idle.UNEXPLAINED)): -200_000, (Group.IDLE, "host"): 90_000}
+    own = Ledger(window_ns=sum(lines.values()), lines=lines)
+    table = ledger_table([own])
+    assert (table.rows[-1].words, table.rows[-1].group) == (
+        "unexplained time",
+        Idle.UNEXPLAINED,
+    )
+    assert table.rows[-1].times_ms == (-0.2,)
+    rects = [rect for column, _ in drawn([own], kind) for rect in column.iter(f"{SVG}rect")]
+    dashed = [rect for rect in rects if "stroke-dasharray" in rect.attrib]
+    assert [is_bar(rect) for rect in dashed] == [True, False]  # the bar, and in the legend
+    assert all(rect.attrib["fill"] == "none" for rect in dashed)
 
 
 def test_a_page_has_the_picture_in_the_colours_of_the_reader() -> None:
     own = some_ledger(random.Random(2), 1e9)
     page = ledger_svg.html([own], ["measured"], "step")
-    assert page.count("<svg") == 2
+    assert page.count('role="img" aria-label="step"') == 2
     assert "var(--ink)" in page
     assert "xmlns" not in page

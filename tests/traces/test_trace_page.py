@@ -10,7 +10,10 @@ import pytest
 
 from stepmark.cli.main import status
 from stepmark.model.kernel_groups import COMMUNICATION, group_of
+from stepmark.tables.page import Page
 from stepmark.timeline.bars import Bar, Bars, bars
+from stepmark.timeline.ledger import Work
+from stepmark.timeline.timeline import LEFT_OUT, Span, Timeline
 from stepmark.traces import trace_page
 from stepmark.traces.kineto.reader import read_trace
 from stepmark.traces.trace import _MOST_BARS, timeline
@@ -83,6 +86,54 @@ def test_bars_hold_all_events(count: int, tmp_path: Path) -> None:
     if count == 3:
         assert [bar.num_events for bar in each.bars] == [1, 1, 1]
         assert {bar.group for bar in each.bars} == {group_of(bar.name) for bar in each.bars}
+
+
+def layers(num_layers: int) -> list[Span]:
+    """Return a forward and a backward pass of a stage, kernels of 10 ns without pauses."""
+    order = [("fwd", layer) for layer in range(num_layers)]
+    order += [("dgrad", layer) for layer in reversed(range(num_layers))]
+    return [
+        Span(
+            **{"rank": 0, "stream": "compute", "kind": Work.MATMUL, "name": f"kernel {number}"},
+            **{"start_ns": 10 * (8 * place + number), "phase": phase, "layer": layer},
+            **{"end_ns": 10 * (8 * place + number + 1), "microbatch": 0},
+        )
+        for place, (phase, layer) in enumerate(order)
+        for number in range(8)
+    ]
+
+
+def test_streams_begin_at_one_block_whose_events_are_all_drawn() -> None:
+    spans = layers(100)
+    omitted = Span(1, "compute", LEFT_OUT, "more", 0, 15_920)  # of another stage
+    made = Timeline([*spans, omitted], (0, 16_000))
+    each = bars(made, 40)
+    block = each[0].block
+    assert block is not None
+    assert block == (
+        "the backward pass of layer 0",
+        15_910,
+        16_000,
+    )  # the other is not left out
+    inside = [span for span in spans if span.end_ns > block.start]
+    shown = [bar for bar in each[0].bars if bar.end > block.start]
+    assert [(bar.start, bar.end) for bar in shown] == [(s.start_ns, s.end_ns) for s in inside]
+    assert len(each[0].bars) <= 40
+    (figure,) = trace_page.streams(each, "note", "stage")
+    assert figure.x.limits == (15_910 / 1e6, 16_000 / 1e6)
+    assert figure.x.whole == (0, 16_000 / 1e6)
+    assert "One block is shown: the backward pass of layer 0, 0.56 % of the step" in figure.note
+    html = Page(title="", sections=[figure]).html()
+    assert 'data-ranges="[[0.01591, 0.016], [0.0, 0.016]]"' in html
+
+
+@pytest.mark.parametrize("spans", [layers(1), [layers(9)[0]._replace(layer=None)]])
+def test_a_short_step_and_one_without_layers_are_shown_whole(spans: list[Span]) -> None:
+    made = Timeline(spans, (0, spans[-1].end_ns))
+    (figure,) = trace_page.streams(bars(made), "note")
+    assert figure.x.limits == (0, spans[-1].end_ns / 1e6)
+    assert figure.x.whole is None
+    assert "data-ranges" not in Page(title="", sections=[figure]).html().split("<main>")[1]
 
 
 def test_a_page_of_many_ranks_has_few_bars() -> None:

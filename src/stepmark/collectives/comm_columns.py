@@ -18,6 +18,7 @@ from stepmark.model.device import DeviceSpec
 from stepmark.store.commands import command_of
 from stepmark.tables.columns import (
     BYTES,
+    CONSOLE,
     COUNT,
     FLAG,
     NUMBER,
@@ -261,7 +262,7 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     ),
     # Over the same case without compute in the same run: rows() fills it.
     Column("slowdown", lambda o: None, RATIO, "x alone", SHOWN),
-    Column("method", figure(lambda o: _joined(s.method for s in o.by_launch)), views=PAGE),
+    Column("method", figure(lambda o: _joined(s.method for s in o.by_launch))),
     Column(
         "calls_per_sample",
         figure(lambda o: min(s.calls_per_sample for s in o.by_launch)),
@@ -284,7 +285,7 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
         "sets",
         figure(lambda o: min(s.num_sets for s in o.by_launch)),
         COUNT,
-        views=SHOWN,
+        views=CONSOLE,
         leaves=8,
     ),
 )

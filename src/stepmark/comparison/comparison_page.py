@@ -18,8 +18,8 @@ from stepmark.comparison.comparison_text import (
 from stepmark.ground.ratio import EFFECT_FLOOR, Ratio
 from stepmark.ground.units import format_bytes
 from stepmark.tables.figures import Axis, Figure, Kind, Mark, Panel, Series
-from stepmark.tables.page import Html, Page, Section, paragraph, preformatted
-from stepmark.tables.row_tables import page_table
+from stepmark.tables.page import Page, Section, paragraph, preformatted
+from stepmark.tables.page_table import page_table
 
 # Fields that divide lines into figures; size runs along the axis.
 _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
@@ -30,14 +30,15 @@ def page(comparison: Comparison, lead: Sequence[str] = ()) -> Page:
     constant, _ = split_fields(comparison.lines)
     first = [preformatted(*lead)] if lead else []
     paragraphs = map(paragraph, [*map(mean_text, comparison.overall), *closing(comparison)])
-    names = " and ".join([", ".join(comparison.names[:-1]), comparison.names[-1]])
+    first_name, *others = comparison.names
+    rest = others[0] if len(others) == 1 else f"{len(others)} others"
     return Page(
-        title=f"Comparison of {names}",
+        title=f"Comparison of {first_name} with {rest}",
         lead=headline(comparison, constant),
         sections=[
             Section("Summary", [*first, *paragraphs]),
             *figures(comparison),
-            Section("All lines", [Html(page_table(table_of(comparison)))]),
+            Section("All lines", page_table(table_of(comparison))),
         ],
     )
 
@@ -87,7 +88,7 @@ def over_size(title: str, lines: Sequence[Line], names: Sequence[str]) -> Figure
             )
         )
     size = Axis(title="size", base=2, words=format_bytes)
-    speed = Axis(title=f"speed over {names[0]}", limits=_window(ordered))
+    speed = Axis(title="ratio of speed", limits=_window(ordered))
     band = Mark(y=(1 / (1 + EFFECT_FLOOR), 1 + EFFECT_FLOOR))
     return Figure(
         title=title,
@@ -153,7 +154,7 @@ def ratios(lines: Sequence[Line], comparison: Comparison) -> Figure:
     return Figure(
         title="Ratios",
         note=f"Speed over {comparison.names[0]}, with 99 % intervals.",
-        x=Axis(title=f"speed over {comparison.names[0]}"),
+        x=Axis(title="ratio of speed"),
         y=Axis(categories=labels),
         series=series,
         marks=[Mark(x=(1, 1))],

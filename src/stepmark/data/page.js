@@ -35,6 +35,15 @@
       if (line) out.textContent = line.dataset.command;
     });
   });
+  document.querySelectorAll("button.whole").forEach(function (button) {
+    var plot = button.closest("section").querySelector(".js-plotly-plot");
+    var ranges = JSON.parse(button.dataset.ranges), place = 0;
+    button.addEventListener("click", function () {
+      place = 1 - place;
+      Plotly.relayout(plot, { "xaxis.range": ranges[place].slice() });
+      button.textContent = place ? "Show one block" : "Show all";
+    });
+  });
   var plots = Array.from(document.querySelectorAll(".js-plotly-plot"));
   var ink = function () {
     var css = getComputedStyle(document.documentElement);
@@ -54,6 +63,9 @@
         "yaxis.domain": [0.6, 1], "yaxis2.domain": [0, 0.4] });
     });
     plots.forEach(function (plot) {
+      var title = plot.layout.xaxis && plot.layout.xaxis.title;
+      if (title && title.text && (plot.layout.yaxis || {}).type === "category")
+        Plotly.relayout(plot, { "xaxis.title.text": title.text.replace(/(.{8,}?) /g, "$1<br>") });
       var width = plot.closest(".plot").clientWidth;
       if (plot.layout.width > width) Plotly.relayout(plot, { width: width });
     });

@@ -17,6 +17,7 @@ from stepmark.model.ops import EmbeddingBag, Phase
 from stepmark.step.roofline import limit_of
 from stepmark.store.commands import command_of
 from stepmark.tables.columns import (
+    CONSOLE,
     COUNT,
     ERROR,
     FLAG,
@@ -322,7 +323,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("clock_mhz", figure(lambda f: f.clock_mhz), NUMBER, "MHz", PAGE),
     Column("power_w", figure(lambda f: f.state("power_w")), NUMBER, "W", PAGE),
     Column("throttle", figure(lambda f: f.throttle), TEXT, "throttled", PAGE),
-    Column("method", figure(lambda f: f.method), views=PAGE),
+    Column("method", figure(lambda f: f.method)),
     Column("pct_reference", figure(lambda f: f.pct_reference), PERCENT, "% ref", SHOWN, 1),
     Column("over_limit", figure(lambda f: f.over_limit), FLAG),
     Column("message", lambda o: o.launches.message),
@@ -334,7 +335,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
         leaves=7,
     ),
     Column("validity", figure(lambda f: f.validity), views=SHOWN),
-    Column("sets", figure(lambda f: f.num_sets), COUNT, views=SHOWN, leaves=8),
+    Column("sets", figure(lambda f: f.num_sets), COUNT, views=CONSOLE, leaves=8),
 )
 
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from stepmark.ground.errors import ConfigError
 from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.predictions.predicted_steps import StepReport
+from stepmark.tables.columns import digits
 from stepmark.tables.figures import Axis, Figure, Kind, Series
 from stepmark.tables.page import Html, Section, heading, items, paragraph, preformatted
 from stepmark.timeline import ledger_svg
 from stepmark.timeline.ledger import WAITING, Group, Ledger, Line
 from stepmark.timeline.ledger_text import (
     NAMES,
+    UNEXPLAINED,
     difference_lines,
     lines_of,
     power_lines,
@@ -20,6 +22,8 @@ from stepmark.timeline.ledger_text import (
 )
 from stepmark.timeline.timeline import LEFT_OUT
 from stepmark.traces.trace_page import COLOURS_OF
+
+_PATTERNS = {Group.OVERLAPPED: "/"}
 
 
 def sections(
@@ -68,8 +72,16 @@ def answer(report: StepReport | ConfigError) -> Iterator[Html]:
         yield ledger_svg.html(ledgers, names, f"Ledger of {step.name}")
         if step.suggestions:
             yield heading("Worth doing")
+            gains_ns = [each.gain_ns for each in step.suggestions if each.gain_ns]
+            if len(gains_ns) > 1:
+                yield paragraph(_together(sum(gains_ns), step.measured.ledger), "quiet")
             texts = [f"{each.text}:" for each in step.suggestions]
             yield items(texts, [each.command for each in step.suggestions])
+
+
+def _together(gain_ns: int, measured: Ledger) -> str:
+    gain, step = (digits(time_ns / 1e6, 3) for time_ns in (gain_ns, measured.window_ns))
+    return f"Together at most {gain} of the {step} ms."
 
 
 def clauses(sentence: str) -> tuple[str, str]:
@@ -104,9 +116,11 @@ def stages(ledgers: Sequence[Ledger]) -> Figure:
 
 def stacked(title: str, note: str, ledgers: Sequence[Ledger], names: Sequence[str]) -> Figure:
     """Return a bar per ledger, of its lines; waiting is apart from transfers."""
+    has_unexplained = any(UNEXPLAINED in own.lines for own in ledgers)
+    crossed = "; crossed: unexplained time" if has_unexplained else ""
     return Figure(
         title=title,
-        note=f"{note} Hatched: compute under communication.",
+        note=f"{note} Hatched: compute under communication{crossed}.",
         x=Axis(title="ms"),
         y=Axis(categories=names),
         series=[
@@ -116,7 +130,7 @@ def stacked(title: str, note: str, ledgers: Sequence[Ledger], names: Sequence[st
                 x=[_ns(own, line) / 1e6 for own in ledgers],
                 y=names,
                 colour=COLOURS_OF.get(line[1], COLOURS_OF[LEFT_OUT]),
-                pattern="/" if group is Group.OVERLAPPED else "",
+                pattern="x" if line == UNEXPLAINED else _PATTERNS.get(group, ""),
                 is_in_legend=group is not Group.OVERLAPPED,
             )
             for group in Group

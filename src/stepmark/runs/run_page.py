@@ -15,7 +15,8 @@ from stepmark.runs.summary import summary_lines, train_lines
 from stepmark.tables.columns import Row, text
 from stepmark.tables.figures import Figure
 from stepmark.tables.page import Html, Page, Section, definitions, details, heading, paragraph
-from stepmark.tables.row_tables import LEAD, describe, page_table, ran
+from stepmark.tables.page_table import page_table
+from stepmark.tables.row_tables import LEAD, describe, ran
 from stepmark.training import training_figures
 from stepmark.training.train_columns import TRAIN_COLUMNS
 
@@ -64,7 +65,7 @@ def page(
             unmeasured.append(details(text(row, "status"), what, blocks))
     more = [
         *(
-            Section(title, [Html(page_table(ran(own, columns)))])
+            Section(title, page_table(ran(own, columns)))
             for title, own, columns, has in tables
             if has
         ),
@@ -143,7 +144,6 @@ def _device(device: DeviceInfo) -> str:
     words = (
         device.name,
         device.host,
-        device.uuid,
         device.pcie,
         "" if memory is None else format_bytes(memory),
         "" if clock_hz is None else f"at most {clock_hz / 1e6:.0f} MHz",

@@ -22,6 +22,7 @@ from stepmark.timeline.ledger import (
     without_profiler,
 )
 from stepmark.timeline.ledger_text import RankLedger
+from stepmark.timeline.step_sentence import sentence
 from stepmark.timeline.trace_breakdown import StepTimes
 from stepmark.timeline.trace_columns import RankTrace
 from stepmark.traces.kineto.arrivals import RankParts, rank_parts
@@ -126,7 +127,7 @@ def comparison_page(first: Path, second: Path) -> Page:
             f"{name}, {line}"
             for name, step, own, (_, row) in zip("AB", steps, titles, sides, strict=True)
             for line in (
-                report.sentence(own, step.ledger, mfu_pct=number(row, "mfu_pct")),
+                sentence(own, step.ledger, mfu_pct=number(row, "mfu_pct")),
                 report.source_line(step),
             )
         ]

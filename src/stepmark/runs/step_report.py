@@ -29,8 +29,8 @@ from stepmark.runs.suggestions import Measurement, suggestions
 from stepmark.store import ledgers, predictions
 from stepmark.store.view import View, median_s
 from stepmark.tables.columns import Row, number, text
-from stepmark.timeline import ledger_text as report_ledger
 from stepmark.timeline.ledger import Ledger, MeasuredLedger, StepPower
+from stepmark.timeline.step_sentence import sentence
 from stepmark.workloads.rules.pytorch.case import of_case
 
 _SLOWED = 0.98  # of the highest clock of any rank
@@ -205,7 +205,7 @@ def _step(
         predicted=ledger,
         measured=measured,
         power=(power, _measured_power(record, measured)),
-        sentence=report_ledger.sentence(
+        sentence=sentence(
             name,
             measured.ledger,
             ledger,

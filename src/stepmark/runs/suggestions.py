@@ -53,14 +53,21 @@ class Measurement:
 def suggestions(step: Measurement) -> tuple[Suggestion, ...]:
     """Return at most three: a doubt, the largest difference, then the largest gains.
 
-    Each text is one line of a terminal.
+    No two gains are of the same time, so that they never add up to more than the step. Each
+    text is one line of a terminal.
     """
     parts = (_communication, _idle, _recomputation, _products)
     gains = sorted(
         chain.from_iterable(part(step) for part in parts),
         key=lambda each: -(each.gain_ns or 0),
     )
-    notable = [each for each in gains if (each.gain_ns or 0) >= _share(step, _NOTABLE)]
+    left_ns = step.measured.window_ns
+    notable = []
+    for each in gains:
+        gain_ns = each.gain_ns or 0
+        if _share(step, _NOTABLE) <= gain_ns <= left_ns:
+            left_ns -= gain_ns
+            notable.append(each)
     of_lines = () if doubt(step.measured) else (*_difference(step), *notable)
     return tuple([*_doubt(step), *of_lines, *_batch(step)][:MOST])
 
@@ -84,22 +91,26 @@ def _doubt(step: Measurement) -> Iterator[Suggestion]:
 
 
 def _difference(step: Measurement) -> Iterator[Suggestion]:
-    """Yield the line in which measurement and prediction differ most."""
+    """Yield the line that explains most of the difference from the prediction.
+
+    It is no gain beside the others: what avoids the time of the line is one of them.
+    """
     if step.predicted is None or not step.has_trace:
         return
-    largest = largest_difference(step.predicted, step.measured)
-    if abs(largest.ns) < _share(step, _NOTABLE):
+    apart_ns = abs(step.measured.window_ns - step.predicted.window_ns)
+    if apart_ns < _share(step, _NOTABLE):
         return
+    largest = largest_difference(step.predicted, step.measured)
     group, name = largest.line
     verb = _TRACE_OF[group]
     if name in (Idle.HOST, Idle.LAUNCH_GAP, Idle.RANK) and step.case.device == "cuda":
         verb = "critical-path"
-    side = "longer" if largest.ns > 0 else "shorter"
+    side = "above" if largest.ns > 0 else "below"
+    # Other lines differ in the other direction where one explains more than all.
+    part = "All" if abs(largest.ns) >= apart_ns else _ms(abs(largest.ns))
     yield Suggestion(
-        text=f"The largest difference is {words_of(largest.line)}, {_ms(abs(largest.ns))} "
-        f"{side} than predicted",
+        text=f"{part} of the {_ms(apart_ns)} {side} the prediction is {words_of(largest.line)}",
         command=join(["stepmark", "trace", verb, step.run]),
-        gain_ns=largest.ns if largest.ns > 0 else None,
     )
 
 

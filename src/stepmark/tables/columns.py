@@ -79,7 +79,8 @@ class View(Enum):
 
 NO_HEADING = " "
 PAGE = frozenset({View.PAGE})
-SHOWN = PAGE | {View.CONSOLE}
+CONSOLE = frozenset({View.CONSOLE})
+SHOWN = PAGE | CONSOLE
 BY_RANK = PAGE | {View.RANKS}
 EVERYWHERE = frozenset(View)
 

@@ -1,7 +1,8 @@
 """Figures as plain data, and the one function that draws them, in the format of plotly.js.
 
-Colours are Okabe and Ito's, which colour-blind readers distinguish, on transparent ground; the
-page sets the ink by the reader's light or dark scheme. All words are text: the drawing escapes
+Colours are near Okabe and Ito's, which colour-blind readers distinguish, on transparent ground:
+each has a contrast of 3 to both white and dark paper. The page sets the ink by the reader's
+light or dark scheme. All words are text: the drawing escapes
 them, and a line feed in them begins a new line.
 """
 
@@ -23,8 +24,9 @@ class Kind(StrEnum):
     BARS = "bar"  # on one another; spans, which begin where `starts` says, are not
 
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
+COLOURS = ("#0068B0", "#D55E00", "#009E73", "#C66F9F", "#B07D00", "#4398D6", "#8C6BB1")
 INK = "#777777"
+GREY = "#808A96"
 _GRID = "rgba(128,128,128,0.25)"
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
@@ -33,6 +35,12 @@ _FEW_POWERS = 3  # of ten, on a logarithmic axis
 _MOST_SIZES = 6  # powers of two, about
 _MANY_POINTS = 20  # of a curve, which are drawn smaller
 _MOST_EDGED = 400  # spans; edges of more would hide their colours
+_BLACK = "#000000"
+_WHITE = "#ffffff"
+_CIVIDIS_MIDDLE = 0.47  # of the scale: its colour has the medium luminance
+_MEDIUM = 0.179  # luminance on which black and white have one contrast
+# The darkest and lightest of a colour that have a contrast of 3 to black and white paper.
+SHADES = (0.135, 0.29)
 _HALVES = ((0, 0.435), (0.565, 1))  # of the width, for two panels
 
 Value = float | str | None
@@ -87,7 +95,7 @@ class Axis:
 
     base: of a logarithmic axis, 10 or 2; words: a tick of it as text.
     categories: the names along it, from the left or from the top. ticks: words by place.
-    limits: the values at its ends.
+    limits: the values at its ends; whole: those that a button of the page leads to.
     """
 
     title: str = ""
@@ -97,6 +105,7 @@ class Axis:
     categories: Sequence[str] = ()
     ticks: Mapping[int, str] | Mapping[float, str] = field(default_factory=dict)
     limits: tuple[float, float] | None = None
+    whole: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +211,7 @@ def _trace(series: Series, panel: Panel, index: int) -> dict[str, Any]:
         pattern = _PATTERNS[index // len(COLOURS) % len(_PATTERNS)]
         marker = {"color": colour, "pattern": {"shape": series.pattern or pattern}}
         trace |= {"orientation": "h" if panel.y.categories else "v", "marker": marker}
-        return trace | _bars(series)
+        return trace | _bars(series, colour)
     dash = series.dash or _DASHES[index % len(_DASHES)]
     is_thin = series.kind is Kind.LINE or len(series.x) > _MANY_POINTS
     trace["line"] = {"color": colour, "width": 1.5 if is_thin else 2, "dash": dash}
@@ -216,9 +225,11 @@ def _trace(series: Series, panel: Panel, index: int) -> dict[str, Any]:
     return trace
 
 
-def _bars(series: Series) -> dict[str, Any]:
+def _bars(series: Series, colour: str | Sequence[str]) -> dict[str, Any]:
     """Return what bars have besides their values."""
     bars: dict[str, Any] = {"textposition": "auto", "text": [*map(_markup, series.labels)]}
+    if series.labels:
+        bars["insidetextfont"] = {"color": _shortest(_label_colours(colour))}
     if series.starts:
         is_edged = bool(series.labels) and len(series.x) <= _MOST_EDGED
         bars |= {
@@ -230,12 +241,57 @@ def _bars(series: Series) -> dict[str, Any]:
             "textfont": {"size": 11},
         }
         edge = {"width": 0.5 if is_edged else 0, "color": "rgba(255,255,255,0.6)"}
-        bars["marker"] = {"color": series.colour, "line": edge}
+        bars["marker"] = {"color": _shortest(colour), "line": edge}
     return bars
+
+
+def _shortest(colours: str | Sequence[str]) -> str | Sequence[str]:
+    """Return one colour for all bars if they have the same."""
+    return colours if isinstance(colours, str) or len(set(colours)) > 1 else colours[0]
+
+
+def _label_colours(colours: str | Sequence[str]) -> list[str]:
+    """Return black or white, whichever is easier to read on each bar: above 4.5 of contrast."""
+    named = [colours] if isinstance(colours, str) else colours
+    return [_WHITE if luminance(each) < _MEDIUM else _BLACK for each in named]
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of "#rrggbb", as WCAG 2 defines it."""
+    red, green, blue = _light(colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def shade(colour: str, brightness: float) -> str:
+    """Return a colour mixed with black or white such that it has a luminance."""
+    own = luminance(colour)
+    light = _light(colour)
+    if brightness < own:
+        mixed = [part * brightness / own for part in light]
+    else:
+        share = (brightness - own) / (1 - own)
+        mixed = [part + (1 - part) * share for part in light]
+    return "#" + "".join(f"{round(255 * _encoded(part)):02x}" for part in mixed)
+
+
+def _light(colour: str) -> list[float]:
+    """Return red, green and blue in parts of the light (IEC 61966-2-1)."""
+    parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    return [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+
+
+def _encoded(light: float) -> float:
+    return 12.92 * light if light <= 0.0031308 else 1.055 * light ** (1 / 2.4) - 0.055
 
 
 def _cells(cells: Cells) -> dict[str, Any]:
     """Return a map as bars: the plotly.js of a page has no heat maps, which saves 0.3 MB."""
+    low, high = cells.limits
+    shares = [(value - low) / ((high - low) or 1.0) for value in cells.values]
+    shares = shares if cells.more_is_better else [1 - share for share in shares]
+    labels = [_WHITE if share < _CIVIDIS_MIDDLE else _BLACK for share in shares]
     return {
         "type": "bar",
         "orientation": "h",
@@ -250,9 +306,11 @@ def _cells(cells: Cells) -> dict[str, Any]:
             "cmin": cells.limits[0],
             "cmax": cells.limits[1],
             "colorbar": {"title": {"text": cells.unit}, "thickness": 12, "outlinewidth": 0},
+            "line": {"color": INK, "width": 1},  # the darkest and the lightest need an edge
         },
         "text": [*map(_markup, cells.labels)],
         "textposition": "inside",
+        "insidetextfont": {"color": labels},
         "insidetextanchor": "middle",
         "textangle": 0,
         "hovertext": [*map(_markup, cells.hover)],

@@ -52,7 +52,7 @@ class Page:
     def html(self) -> str:
         """Return the whole document."""
         above = paragraph(self.title, "quiet") if self.headline else ""
-        command = f" &middot; <code>{escape(self.command)}</code>" if self.command else ""
+        command = f" &middot; <code>{_with_flags(self.command)}</code>" if self.command else ""
         opening = "\n".join(self.opening)
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -69,7 +69,12 @@ class Page:
 
 def paragraph(text: str, tone: Literal["", "quiet", "warning"] = "") -> Html:
     """Return text, quiet beside other text or as a warning."""
-    return Html(f'<p class="{tone}">{escape(text)}</p>')
+    return Html(f'<p class="{tone}">{_with_flags(text)}</p>')
+
+
+def _with_flags(text: str) -> str:
+    """Return text of HTML in which no line ends within a flag."""
+    return re.sub(r"(?<![\w-])--\w[\w-]*", r"<i>\g<0></i>", escape(text))
 
 
 def heading(text: str, level: Literal[2, 3] = 3) -> Html:
@@ -86,14 +91,15 @@ def definitions(pairs: Iterable[tuple[str, str]]) -> Html:
 def preformatted(*lines: str, is_table: bool = False) -> Html:
     """Return lines as they are; those of a table scroll and are not folded."""
     kind = ' class="table"' if is_table else ""
-    return Html(f"<pre{kind}>{escape(chr(10).join(lines))}</pre>")
+    text = "\n".join(lines)
+    return Html(f"<pre{kind}>{escape(text) if is_table else _with_flags(text)}</pre>")
 
 
 def items(texts: Iterable[str], commands: Iterable[str] = ()) -> Html:
     """Return a list; it is numbered if there are commands, one below each text."""
     blocks = list(map(preformatted, commands))
     pairs = zip_longest(texts, blocks, fillvalue="")
-    entries = (f"<li>{escape(text)}{block}</li>" for text, block in pairs)
+    entries = (f"<li>{_with_flags(text)}{block}</li>" for text, block in pairs)
     kind = "ol" if blocks else "ul"
     return Html(f"<{kind}>{''.join(entries)}</{kind}>")
 
@@ -147,8 +153,16 @@ def _plot(figure: Figure, section: str) -> list[str]:
     """Return the note of a figure and the figure. section: its name."""
     drawn = json.dumps(draw(figure) | {"config": _CONFIG}, separators=(",", ":"))
     drawn = drawn.replace("<", r"\u003c")  # no tag within a script
+    button = ""
+    if figure.x.whole and figure.x.limits:
+        ranges = escape(json.dumps([figure.x.limits, figure.x.whole]))
+        button = (
+            f'<p class="tools"><button type="button" class="whole" data-ranges="{ranges}">'
+            "Show all</button></p>"
+        )
     return [
         paragraph(figure.note, "quiet"),
+        button,
         f'<div class="plot"><div style="height:{figure.height}px">'
         f'<div id="plot-{section}" style="height:100%"></div></div>'
         f'<script>Plotly.newPlot("plot-{section}",{drawn})</script></div>',

@@ -1,4 +1,4 @@
-"""Rows as tables of their declared columns, on a terminal, in a pipe or on a page."""
+"""Rows as tables of their declared columns, on a terminal or in a pipe."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -109,8 +109,12 @@ def _columns_for(
 
 def _same(table: Table, columns: Sequence[Column[Any]]) -> list[Column[Any]]:
     """Return the columns of words that have the same word in each of several rows."""
-    words = [column for column in columns if not column.unit.is_numeric]
-    return [c for c in words if len(table) > 1 and len({c.shown(row) for row in table}) == 1]
+    return constant_columns(table, [column for column in columns if not column.unit.is_numeric])
+
+
+def constant_columns(table: Table, columns: Sequence[Column[Any]]) -> list[Column[Any]]:
+    """Return the columns that show the same in each of several rows."""
+    return [c for c in columns if len(table) > 1 and len({c.shown(row) for row in table}) == 1]
 
 
 def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[list[Row]]:
@@ -160,19 +164,3 @@ def fitting(table: Table, available: int, columns: Sequence[Column[Any]]) -> lis
 def _num_kinds(table: Table, columns: Sequence[Column[Any]]) -> int:
     words = [column for column in columns if not column.unit.is_numeric]
     return len({tuple(column.shown(row) for column in words) for row in table})
-
-
-def page_table(table: Table) -> str:
-    """Return a table of a page with a filter; a click on a row shows what measures it."""
-    if not len(table):
-        return "<p>Nothing was measured.</p>"
-    command = (
-        '<pre class="command" aria-live="polite">Click a row for the command that measures it '
-        "alone; click a heading to sort.</pre>"
-    )
-    has_commands = any("command" in row for row in table)
-    return (
-        '<p class="tools"><input class="filter" type="search" placeholder="Filter rows" '
-        'aria-label="Filter rows"> <span class="shown quiet"></span></p>'
-        f'{command if has_commands else ""}<div class="box rows">{table.html()}</div>'
-    )

@@ -75,9 +75,8 @@ class Table:
         cells += [[column.shown(row) for column in columns] for row in self.rows()]
         return aligned(cells, [column.unit.is_numeric for column in columns])
 
-    def html(self) -> str:
+    def html(self, columns: Sequence[Column[Any]]) -> str:
         """Return a table of a page: a heading sorts it, a row has the command that makes it."""
-        columns = self.shown(View.PAGE)
         heads = "".join(
             f'<th scope="col" aria-sort="none"{_side(column)}>'
             f'<button type="button">{escape(column.title)}</button></th>'

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from stepmark.tables.columns import COUNT, Row, given
 from stepmark.tables.table import Table
-from stepmark.timeline.ledger import Group, Ledger
+from stepmark.timeline.ledger import Group, Idle, Ledger
 from stepmark.timeline.ledger_text import UNEXPLAINED, doubt, lines_of, words_of
 
 _SMALLEST_SHARE = 0.01  # of the step: shorter lines are one
@@ -19,11 +19,11 @@ _UNITS = {"s": 3, "ms": 0, "us": -3}  # powers of ten, in ms
 class LedgerRow:
     """A line of one or several ledgers in ms.
 
-    group: None for unexplained time, and for the other lines together.
+    group: of one line; Idle.UNEXPLAINED for what is none; None for other lines together.
     """
 
     words: str
-    group: Group | None
+    group: Group | Idle | None
     times_ms: tuple[float, ...]
 
 
@@ -52,15 +52,19 @@ def ledger_table(
 ) -> LedgerTable:
     """Return the largest lines of the ledgers by group; the others are one row.
 
-    Times are rounded such that those of a ledger add up to its rounded step.
+    Unexplained time has a row of its own, the last. Times are rounded such that those of a
+    ledger add up to its rounded step.
     """
     longest_ns = max(own.window_ns for own in ledgers)
     if places is None:
         places = next(places for least_ns, places in _PLACES if longest_ns >= least_ns)
-    lines = [line for group in Group for line in lines_of(ledgers, group)]
+    every = [line for group in Group for line in lines_of(ledgers, group)]
+    lines = [line for line in every if line != UNEXPLAINED]
     longest = {line: max(abs(own.lines.get(line, 0)) for own in ledgers) for line in lines}
+    has_unexplained = UNEXPLAINED in every
     large = [line for line in lines if longest[line] >= _SMALLEST_SHARE * longest_ns]
-    large = sorted(large, key=lambda line: -longest[line])[:most_rows]
+    most = most_rows - 1 if has_unexplained else most_rows
+    large = sorted(large, key=lambda line: -longest[line])[:most]
     rest = [line for line in lines if line not in large]
     if len(rest) == 1:
         large = [*large, *rest]
@@ -70,11 +74,11 @@ def ledger_table(
     for own in ledgers:
         times_ns = [own.lines.get(line, 0) for line in kept]
         times_ns += [sum(own.lines.get(line, 0) for line in rest)] if rest else []
+        times_ns += [own.lines.get(UNEXPLAINED, 0)] if has_unexplained else []
         columns.append(_rounded(times_ns, places))
-    names: list[tuple[str, Group | None]] = [
-        (words_of(line), None if line == UNEXPLAINED else line[0]) for line in kept
-    ]
+    names: list[tuple[str, Group | Idle | None]] = [(words_of(line), line[0]) for line in kept]
     names += [(f"{len(rest)} other lines", None)] if rest else []
+    names += [(words_of(UNEXPLAINED), Idle.UNEXPLAINED)] if has_unexplained else []
     return LedgerTable(
         rows=tuple(
             LedgerRow(words=name, group=group, times_ms=times)

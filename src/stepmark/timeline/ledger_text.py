@@ -25,8 +25,6 @@ from stepmark.tables.columns import (
 from stepmark.tables.outcomes import megahertz
 from stepmark.tables.table import Table
 from stepmark.timeline.ledger import (
-    RECOMPUTED,
-    WAITING,
     Group,
     Idle,
     Ledger,
@@ -38,10 +36,9 @@ from stepmark.timeline.trace_breakdown import StepTimes
 
 DEFINITIONS = "docs/traces.md"
 NAMES = ("predicted", "measured")
-_NOTABLE_PCT = 1.0
 _MOST_UNEXPLAINED_PCT = 10.0  # of a step whose profile tells where its time goes
-_AVOIDABLE = (Idle.HOST, Idle.LAUNCH_GAP, Idle.DATA, Idle.RANK)
 UNEXPLAINED: Line = Group.IDLE, str(Idle.UNEXPLAINED)
+UNDER_COMMUNICATION = " under communication"
 _MS = 1e6
 
 
@@ -197,9 +194,10 @@ def differences(first: Ledger, second: Ledger) -> list[Difference]:
 
 
 def largest_difference(first: Ledger, second: Ledger) -> Difference:
-    """Return the largest difference, where work counts alone and under communication together.
+    """Return the line that explains most of the difference of the steps, in its direction.
 
-    How much of it communication covers depends on ranks that come late, not on the work.
+    Work counts alone and under communication together: how much of it communication covers
+    depends on ranks that come late, not on the work.
     """
     sums: dict[Line, tuple[int, int]] = {}
     for each in differences(first, second):
@@ -207,9 +205,10 @@ def largest_difference(first: Ledger, second: Ledger) -> Difference:
         line = (Group.COMPUTE if group is Group.OVERLAPPED else group), name
         first_ns, second_ns = sums.get(line, (0, 0))
         sums[line] = first_ns + each.first_ns, second_ns + each.second_ns
+    direction = 1 if second.window_ns > first.window_ns else -1
     return max(
         (Difference(line=line, first_ns=a, second_ns=b) for line, (a, b) in sums.items()),
-        key=lambda each: abs(each.ns),
+        key=lambda each: direction * each.ns,
     )
 
 
@@ -307,40 +306,6 @@ def source_line(measured: MeasuredLedger) -> str:
     return f"measured: {text}"
 
 
-def sentence(
-    subject: str,
-    measured: Ledger,
-    predicted: Ledger | None = None,
-    *,
-    interval: str = "",
-    mfu_pct: float | None = None,
-    validity: str = "",
-) -> str:
-    """Return the answer: how long the step takes, where the prediction differs, what to gain.
-
-    subject: model, strategy and devices. interval: of the prediction, as text. validity: what
-    speaks against the measurement.
-    """
-    parts = [f"{subject}: measured {_short(measured.window_ns)} ms"]
-    if validity:
-        parts[0] += f" (doubtful: {validity})"
-    unknown = doubt(measured)
-    if predicted is not None:
-        error = _percent(predicted.window_ns - measured.window_ns, measured.window_ns)
-        off = f"{abs(error):.1f} % too {'high' if error > 0 else 'low'}"
-        facts = [off if abs(error) >= 0.05 else "within 0.05 %", *filter(None, [interval])]
-        parts[0] += f", predicted {_short(predicted.window_ns)} ms ({'; '.join(facts)})"
-        largest = largest_difference(predicted, measured)
-        if largest.ns and not unknown:
-            total = f"line differences add up to {_short(absolute_ns(predicted, measured))} ms"
-            than = f"{'longer' if largest.ns > 0 else 'shorter'} than predicted"
-            where = f"{words_of(largest.line)}, {_short(abs(largest.ns))} ms {than}"
-            parts.append(f"{total}, the largest is {where}")
-    if mfu_pct is not None:
-        parts.append(f"{mfu_pct:.0f} % MFU")
-    return "; ".join([*parts, unknown or to_gain(measured)])
-
-
 def doubt(measured: Ledger) -> str:
     """Return why the lines are not known; "" where the profile explains the step."""
     rest_ns = measured.lines.get(UNEXPLAINED, 0)
@@ -359,31 +324,11 @@ def words_of(line: Line) -> str:
     group, name = line
     return {
         Group.COMPUTE: name,
-        Group.OVERLAPPED: f"{name} under communication",
+        Group.OVERLAPPED: name + UNDER_COMMUNICATION,
         Group.COMM: f"exposed {name}",
         Group.COPIES: f"exposed {name}",
         Group.IDLE: f"idle time ({name})" if name != Idle.UNEXPLAINED else "unexplained time",
     }[group]
-
-
-def to_gain(measured: Ledger) -> str:
-    """Return the largest time that is no necessary work, with its share of the step."""
-    times = {
-        "exposed communication": measured.total(Group.COMM),
-        "copies": measured.total(Group.COPIES),
-        "recomputation": measured.within.get(RECOMPUTED, 0),
-    }
-    for cause in _AVOIDABLE:
-        line = Group.IDLE, str(cause)
-        times[words_of(line)] = measured.lines.get(line, 0)
-    name, time_ns = max(times.items(), key=lambda item: item[1])
-    share = _percent(time_ns, measured.window_ns)
-    if share < _NOTABLE_PCT:
-        return f"nothing above {_NOTABLE_PCT:.0f} % of the step to gain but by faster work"
-    if name == "exposed communication":
-        is_waiting = 2 * measured.within.get(WAITING, 0) > time_ns
-        name += f", mostly {WAITING if is_waiting else lines_of([measured], Group.COMM)[0][1]}"
-    return f"at most {_short(time_ns)} ms ({share:.1f} %) to gain from {name}"
 
 
 def _percent(part: float, whole: float) -> float:

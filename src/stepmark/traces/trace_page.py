@@ -7,8 +7,8 @@ from stepmark.findings import histogram_figures
 from stepmark.ground.grouping import group_by
 from stepmark.ground.units import format_time
 from stepmark.model.kernel_groups import COMMUNICATION, COPIES, COPY_KERNELS, OTHER
-from stepmark.tables.columns import Row, number
-from stepmark.tables.figures import COLOURS, Axis, Figure, Kind, Series
+from stepmark.tables.columns import Row, digits, number
+from stepmark.tables.figures import COLOURS, GREY, INK, Axis, Figure, Kind, Series
 from stepmark.tables.page import Page, Section, preformatted
 from stepmark.timeline.bars import MOST_BARS, MOST_LANES, Bar, Bars
 from stepmark.timeline.ledger import WAITING, Work
@@ -20,8 +20,8 @@ _MOST_STEPS = 64  # bars of steps
 _RED = COLOURS[1]
 _BLUE = COLOURS[0]
 _GREEN = COLOURS[2]
-_GREY = "#9aa5b1"
-_PALE = "#f2b8a0"
+_PALE = "#BD8574"
+_DARK = "#6B7280"
 # Of groups of kernels, and of kinds of work in a predicted step.
 COLOURS_OF = {
     "matrix products": _BLUE,
@@ -30,31 +30,32 @@ COLOURS_OF = {
     COMMUNICATION: _RED,
     WAITING: _PALE,
     COPIES: COLOURS[4],
-    COPY_KERNELS: "#c9b1d6",
+    COPY_KERNELS: "#9C7FB5",
     Work.COPY: COLOURS[4],
     "optimizer": COLOURS[3],
     "norms": COLOURS[6],
     "elementwise": _GREEN,
     Work.ELEMENTWISE: _GREEN,
-    "fused by compile": "#3c7d5d",
-    "softmax and loss": "#a6d854",
-    Work.LOSS: "#a6d854",
-    "convolutions": "#264b8a",
-    "indexing": "#b5835a",
-    "reductions": "#7fc7af",
-    OTHER: "#6b7280",
-    Work.FILE: "#6b7280",
-    LEFT_OUT: "#cfd6dd",
+    "fused by compile": "#3C7D5D",
+    "softmax and loss": "#6F9A1F",
+    Work.LOSS: "#6F9A1F",
+    "convolutions": "#4F79B8",
+    "indexing": "#B5835A",
+    "reductions": "#2F9A8F",
+    OTHER: _DARK,
+    Work.FILE: _DARK,
+    LEFT_OUT: GREY,
 }
 _PARTS = {
     "compute_ns": ("compute", _BLUE),
     "exposed_waiting_ns": ("exposed communication: waiting for other ranks", _PALE),
     "exposed_comm_ns": ("exposed communication", _RED),
     "exposed_copies_ns": ("exposed copies", COLOURS[4]),
-    "host_bound_ns": ("idle: host-bound", "#5f6b7a"),
-    "kernel_gap_ns": ("idle: kernel gaps", _GREY),
-    "unknown_idle_ns": ("idle: unknown", "#cfd6dd"),
+    "host_bound_ns": ("idle: host-bound", _DARK),
+    "kernel_gap_ns": ("idle: kernel gaps", GREY),
+    "unknown_idle_ns": ("idle: unknown", INK),
 }
+_PATTERNS = {"unknown_idle_ns": "x"}  # what no cause is known of looks like none of the others
 
 
 def page(
@@ -112,6 +113,13 @@ def streams(bars_of: Mapping[int, Bars], note: str, lane: str = "rank") -> Itera
     joined_ns = max(each.joined_ns for each in shown.values())
     steps = dict.fromkeys(each.step for each in shown.values())
     notes = [note, "Drag to zoom in."]
+    whole = 0.0, (last - first) / 1e6
+    limits = whole
+    block = next((each.block for each in shown.values()), None)
+    if block:
+        limits = (block.start - first) / 1e6, (block.end - first) / 1e6
+        share = 100 * (limits[1] - limits[0]) / whole[1]
+        notes.insert(0, f"One block is shown: {block.name}, {digits(share, 2)} % of the step.")
     if joined_ns:
         notes.append(
             f"Events with pauses below {format_time(joined_ns / 1e9)} between them are one "
@@ -125,7 +133,7 @@ def streams(bars_of: Mapping[int, Bars], note: str, lane: str = "rank") -> Itera
     yield Figure(
         title="Streams" if None in steps else f"Streams in step {', '.join(map(str, steps))}",
         note=" ".join(notes),
-        x=Axis(title="ms", limits=(0, (last - first) / 1e6)),
+        x=Axis(title="ms", limits=limits, whole=whole if block else None),
         y=Axis(categories=lanes),
         series=[
             Series(
@@ -192,7 +200,14 @@ def _steps(rows: Sequence[Row]) -> Iterator[Figure]:
         x=Axis(categories=names),
         y=Axis(title="ms per step"),
         series=[
-            Series(kind=Kind.BARS, name=name, x=names, y=times[column], colour=colour)
+            Series(
+                kind=Kind.BARS,
+                name=name,
+                x=names,
+                y=times[column],
+                colour=colour,
+                pattern=_PATTERNS.get(column, ""),
+            )
             for column, (name, colour) in _PARTS.items()
             if any(times[column])
         ],

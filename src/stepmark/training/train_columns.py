@@ -337,7 +337,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("attention_run", step(lambda t: t.attention_run or None), TEXT, "attention", PAGE),
     Column("backend_run", _measured(lambda r: r.backend_run or None)),
     Column("data_run", step(lambda t: t.data or None)),
-    Column("method", _measured(lambda r: r.samples.method), views=PAGE),
+    Column("method", _measured(lambda r: r.samples.method)),
     Column("over_limit", _rate("over_limit"), FLAG),
     Column(
         "message", lambda o: message_of(o.record) if not o.figures or o.record.differs else None

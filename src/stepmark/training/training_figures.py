@@ -112,7 +112,7 @@ def phase_bars(ran: Sequence[Measured]) -> Figure:
             )
             for phase in PHASES
         ],
-        height=170 + 52 * len(bars),
+        height=170 + sum(max(52, 18 * (name.count("\n") + 1)) for name in names),
     )
 
 

@@ -7,7 +7,7 @@ from stepmark.findings.histogram import rows as histogram_rows
 from stepmark.ground.units import GIB, TFLOP
 from stepmark.step.workload import Workload
 from stepmark.tables.columns import number
-from stepmark.tables.figures import COLOURS, Axis, Figure, Kind, Series
+from stepmark.tables.figures import COLOURS, SHADES, Axis, Figure, Kind, Series, shade
 from stepmark.tables.page import Page, Section, definitions, paragraph, preformatted
 from stepmark.timeline.timeline import Span
 from stepmark.workloads import workload_text
@@ -25,6 +25,7 @@ def pipeline(chart: Chart) -> Figure:
     """Return stages over time, a bar per forward and backward, lighter from chunk to chunk."""
     spans = list(chart.timeline)
     chunk_of = _chunks(spans)
+    most = max(chunk_of.values(), default=0)
 
     def chunk(span: Span) -> int:
         return chunk_of.get((span.rank, span.layer), 0)
@@ -52,7 +53,7 @@ def pipeline(chart: Chart) -> Figure:
                 y=[f"stage {span.rank}" for span in own],
                 starts=[span.start_ns for span in own],
                 x=[span.time_ns for span in own],
-                colour=[_lighter(colour, chunk(span)) for span in own],
+                colour=[_shade(colour, chunk(span), most) for span in own],
                 labels=["" if s.microbatch is None else str(s.microbatch) for s in own],
                 hover=[_hover(span) for span in own],
             )
@@ -76,11 +77,10 @@ def _chunks(spans: Iterable[Span]) -> dict[tuple[int, int | None], int]:
     }
 
 
-def _lighter(colour: str, steps: int) -> str:
-    """Mix a colour with white, so that neighbouring chunks differ."""
-    share = 1 - 0.85**steps
-    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+def _shade(colour: str, chunk: int, most: int) -> str:
+    """Return the shade of a chunk, the darkest of chunk 0 where there are several."""
+    dark, light = SHADES
+    return shade(colour, dark + (light - dark) * chunk / most) if most else colour
 
 
 def _hover(span: Span) -> str:
