@@ -105,26 +105,23 @@ def layers(num_layers: int) -> list[Span]:
 
 def test_streams_begin_at_one_block_whose_events_are_all_drawn() -> None:
     spans = layers(100)
-    omitted = Span(1, "compute", LEFT_OUT, "more", 0, 15_920)  # of another stage
-    made = Timeline([*spans, omitted], (0, 16_000))
-    each = bars(made, 40)
+    # Of another stage: it has no events but during the backward pass of layer 50.
+    omitted = [
+        Span(1, "compute", LEFT_OUT, "more", *e) for e in ((0, 11_920), (12_000, 16_000))
+    ]
+    each = bars(Timeline([*spans, *omitted], (0, 16_000)), 40)
     block = each[0].block
-    assert block is not None
-    assert block == (
-        "the backward pass of layer 0",
-        15_910,
-        16_000,
-    )  # the other is not left out
-    inside = [span for span in spans if span.end_ns > block.start]
-    shown = [bar for bar in each[0].bars if bar.end > block.start]
-    assert [(bar.start, bar.end) for bar in shown] == [(s.start_ns, s.end_ns) for s in inside]
+    assert block == ("the backward pass of layer 50", 11_910, 12_010)
+    own = [s for s in spans if s.end_ns > block.start and s.start_ns < block.end]
+    shown = [bar for bar in each[0].bars if bar.end > block.start and bar.start < block.end]
+    assert [(bar.start, bar.end) for bar in shown] == [(s.start_ns, s.end_ns) for s in own]
     assert len(each[0].bars) <= 40
     (figure,) = trace_page.streams(each, "note", "stage")
-    assert figure.x.limits == (15_910 / 1e6, 16_000 / 1e6)
+    assert figure.x.limits == (11_910 / 1e6, 12_010 / 1e6)
     assert figure.x.whole == (0, 16_000 / 1e6)
-    assert "One block is shown: the backward pass of layer 0, 0.56 % of the step" in figure.note
+    assert "is shown: the backward pass of layer 50, 0.62 % of the step." in figure.note
     html = Page(title="", sections=[figure]).html()
-    assert 'data-ranges="[[0.01591, 0.016], [0.0, 0.016]]"' in html
+    assert 'data-ranges="[[0.01191, 0.01201], [0.0, 0.016]]"' in html
 
 
 @pytest.mark.parametrize("spans", [layers(1), [layers(9)[0]._replace(layer=None)]])
