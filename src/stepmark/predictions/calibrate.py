@@ -154,13 +154,15 @@ def _with_few_layers(case: TrainCase, machine: Machine) -> TrainCase:
     grouped = case.blocks_per_group * case.parallel.pp
     kinds = case.recompute_blocks[1] if case.recompute is Recompute.BLOCKS else 1
     least = max(_FEWEST_LAYERS, case.num_stages, grouped, kinds)
+    # Of a shallow step half the layers: a prediction from the step itself would tell nothing.
+    more = min(_LAYERS_OF_RANKS, case.model.num_layers // 2) // least * least
     fewest, most = (
         _planned(
             replace(options_of(case), num_layers=min(case.model.num_layers, count)),
             case,
             KERNELS,
         )
-        for count in (least, max(least, _LAYERS_OF_RANKS // least * least))
+        for count in (least, max(least, more))
     )
     if case.num_ranks == 1 or case.parallel.pp > 1 or not machine.memory_bytes:
         return fewest
