@@ -265,6 +265,23 @@ def test_ranges_are_the_layouts() -> None:
         assert candidate.recompute != "none"
 
 
+@pytest.mark.parametrize("columns", ["framework,tp,pp,step", "tp,pp,step"])
+def test_what_an_anchor_leaves_out_is_the_plans(columns: str, tmp_path: Path) -> None:
+    """Its GPUs, sequences and framework: an anchor of one GPU would be 16 times as fast."""
+    file = tmp_path / "anchors.csv"
+    cells = "megatron,2,2,9s" if columns.startswith("framework") else "2,2,9s"
+    file.write_text(f"{columns}\n{cells}\n")
+    own = options(framework="megatron", anchor=str(file), tp=(2,), pp=(2,), mbs=(1,))
+    searches, _ = plan(own)
+    anchored = searches[0].cluster.anchored
+    assert anchored is not None
+    (row,) = anchored.document()["rows"]
+    step_s = next(each["step_s"] for each in searches[0].rows)
+    assert row["predicted_s"] == pytest.approx(step_s, rel=0.2)  # by other switches
+    with pytest.raises(ConfigError, match="a file with a column nproc"):
+        plan(options(anchor=str(file), gpus=(16, 32)))
+
+
 def test_several_numbers_of_gpus() -> None:
     own = options(gpus=(8, 16), tp=(2,), pp=(1,), mbs=(1,), framework="megatron", top=2)
     searches, left_out = plan(own)

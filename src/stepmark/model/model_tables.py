@@ -128,3 +128,12 @@ def _made(kind: type[Any], table: Mapping[str, Any], prefix: str) -> Any:
 
 def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower().rsplit("/", 1)[-1])
+
+
+def params_text(model: ModelConfig) -> str:
+    """Return e.g. "124 M parameters" or "30.5 B parameters (3.35 B active)"."""
+    count, active = (
+        f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
+        for number in (model.num_params, model.num_active_params)
+    )
+    return f"{count} parameters ({active} active)" if model.moe else f"{count} parameters"

@@ -242,6 +242,8 @@ class Prediction:
             "network": inputs.network.about if inputs.network and self.comm_sources else "",
             "num_ranks": num_ranks,
             "tokens": tokens,
+            "num_params": workload.model and workload.model.num_params,
+            "num_active_params": workload.model and workload.model.num_active_params,
             "flops_per_token": flops and flops.causal,
             "executed_per_token": flops and flops.hfu,
             "peak_flops_per_s": peak,

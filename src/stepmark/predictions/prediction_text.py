@@ -6,6 +6,7 @@ from typing import Any
 
 from stepmark.ground.units import format_bytes, format_time, ranks_text, with_one_unit
 from stepmark.model.kernel_groups import COMMUNICATION
+from stepmark.model.model_tables import params_text
 from stepmark.predictions import measured_step
 from stepmark.predictions.interval import Interval
 from stepmark.predictions.note import MOST_NOTES, note_lines, topic_of
@@ -119,6 +120,8 @@ def _assumptions(prediction: Prediction, document: Mapping[str, Any]) -> Iterato
         yield f"network {name} ({about})" if about else f"network {name}"
     if prediction.interval and prediction.interval.is_known:
         yield str(prediction.interval)
+    if model := prediction.inputs.workload.model:
+        yield params_text(model)
     if document["tokens"]:
         yield f"{document['tokens']:,} tokens a step"
         yield from _shape_words(document)

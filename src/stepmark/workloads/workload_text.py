@@ -7,6 +7,7 @@ from types import MappingProxyType
 from stepmark.findings.histogram import default_bins, size_of
 from stepmark.findings.histogram import lines as histogram_lines
 from stepmark.findings.histogram import rows as histogram_rows
+from stepmark.model.model_tables import params_text
 from stepmark.step.workload import Workload
 from stepmark.step.workload_stages import missing_pipeline
 from stepmark.tables.columns import Row
@@ -47,7 +48,7 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
         lines.append(
             f"model    {model.name}: {model.num_layers} layers, hidden {model.hidden_size}, "
             f"heads {model.num_heads}/{model.num_kv_heads}, ffn {model.ffn_hidden_size}, "
-            f"vocabulary {model.vocab_size}, seq {model.seq_len}"
+            f"vocabulary {model.vocab_size}, seq {model.seq_len}; {params_text(model)}"
         )
     groups = (
         f"{name} {group.size}" for name, group in workload.groups.items() if group.size > 1
