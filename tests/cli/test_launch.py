@@ -11,8 +11,8 @@ import pytest
 
 from stepmark.cli import launch, main
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.host_names import read_hosts
 from stepmark.ground.options import build, load, options
-from stepmark.launching.launch import read_hosts
 from stepmark.launching.launch_options import LaunchOptions, SlurmJob
 
 from .launch_programs import COMM, DOCS, HOSTS, SLURM, Programs, called, script_of
@@ -405,6 +405,23 @@ def test_hosts(text: str, hosts: list[str]) -> None:
     assert read_hosts(text) == tuple(hosts)
 
 
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        (("-w", "n07,n19"), 2),
+        (("-w", "n[07,19,21]"), 3),
+        (("-w", "n07,n19", "-N", "4"), 4),
+        (("-w", "./list", "-N", "4"), 4),
+        ((), 1),
+    ],
+)
+def test_a_slurm_job_has_the_hosts_of_its_list(flags: tuple[str, ...], number: int) -> None:
+    text = script_of("--slurm", "--gpus-per-node", "2", *flags)
+    assert f"#SBATCH --nodes={number}\n" in text
+    text = script_of("--slurm", "--gpus-per-node", "2", *flags, words=("doctor", "--nodes"))
+    assert ("p2p-matrix" in text) == (number > 1)
+
+
 def test_hosts_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("# mine\na slots=8\nme@b:22  # second\n\n")
     assert read_hosts(str(tmp_path / "list")) == ("a", "b")
@@ -452,6 +469,13 @@ BAD = [
     ((*SLURM, "--container-mounts", "/d:/d"), COMM, "--container"),
     ((*SLURM, "--port", "80"), COMM, "--port"),
     ((*SLURM, "-N", "0"), COMM, "-N 0"),
+    (
+        (*SLURM, "-w", "n[07,19,21]"),
+        COMM,
+        "-N 2 is invalid: it must be at least the 3 hosts that --nodelist names",
+    ),
+    ((*SLURM, "-w", "n[07"), COMM, "n[07 is invalid: it must be a host name"),
+    (("--slurm", "--gpus-per-node", "2", "-w", "./list"), COMM, "--nodes is missing"),
     (("--pssh", "--gpus-per-node", "2"), COMM, "--hosts"),
     (("--torchrun", *HOSTS, "-p", "gpu"), COMM, "only with --slurm"),
     (("--mpirun", *HOSTS, "-N", "2"), COMM, "only with --slurm"),

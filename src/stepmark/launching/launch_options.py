@@ -76,7 +76,7 @@ class RankLayout:
     """Hosts and ranks."""
 
     nodes: Annotated[int, between(1, 2**20)] | None = flag(
-        "hosts of Slurm [1]", "--nodes", "-N"
+        "hosts of Slurm [those of --nodelist, or 1]", "--nodes", "-N"
     )
     hosts: Line | None = flag(
         "hosts of the other targets: a,b or n[1-4], or a file with one per line"
