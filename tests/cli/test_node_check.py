@@ -79,6 +79,14 @@ def test_of_two_hosts_the_slower_is_to_be_avoided(tmp_path: Path) -> None:
     assert "what two cannot tell:\n  gemm" in done.stdout
 
 
+def test_no_interval_is_printed_that_means_nothing(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(3, 1, launches=2, noise=0.3))
+    done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
+    assert done.returncode == 3
+    assert done.stdout.count("too few launches ") == 6  # in the rows, and as their reasons
+    assert "467454934" not in done.stdout
+
+
 def test_hosts_without_gpus_have_no_column_of_them(tmp_path: Path) -> None:
     checks = fleet(3, 1)
     headings = []

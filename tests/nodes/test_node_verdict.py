@@ -183,6 +183,16 @@ def test_too_little_data_is_never_healthy(launches: int, noise: float) -> None:
     assert len(outcomes(verdict)) >= 7
 
 
+@pytest.mark.parametrize("launches", [2, 3])
+def test_an_interval_without_meaning_is_named_by_its_cause(launches: int) -> None:
+    """Two launches that differ give one of 0.000 to 467454934.395."""
+    for figure in judge(fleet(3, 1, launches=launches, noise=0.3), floor=FLOOR).figures:
+        assert figure.reason == f"too few launches ({launches})"
+        assert figure.low is not None, "the figures are in --csv and --json"
+    (figure, *_) = judge(fleet(3, 1, launches=2), floor=FLOOR).figures
+    assert figure.reason == "0.573 to 1.762 of the others' median"
+
+
 def test_identical_values_prove_nothing() -> None:
     """As in comparisons: a rate that never varies was not measured."""
     assert set(outcomes(judge(fleet(8, 1, noise=0), floor=FLOOR)).values()) == {CANNOT_TELL}

@@ -36,7 +36,14 @@ from stepmark.nodes.device_check import result_of
 from stepmark.nodes.doctor_findings import Nic, nics
 from stepmark.nodes.node_check import Fact, NodeCheck, Remark, merged
 from stepmark.nodes.node_options import DoctorOptions
-from stepmark.nodes.node_verdict import FigureVerdict, FleetVerdict, Outcome, judge
+from stepmark.nodes.node_verdict import (
+    TOO_FEW,
+    FigureVerdict,
+    FleetVerdict,
+    Outcome,
+    is_too_wide,
+    judge,
+)
 from stepmark.store import plans
 from stepmark.store.reader import is_run, read_info
 from stepmark.store.runs import new_run_id
@@ -49,6 +56,7 @@ from stepmark.tables.columns import (
     WHOLE_SHARE,
     Row,
     given,
+    number,
 )
 from stepmark.tables.row_tables import print_lines
 from stepmark.tables.table import Table
@@ -209,7 +217,11 @@ def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path)
 
 
 def _interval(row: Row) -> str:
-    return f"{RATIO.show(row['low'])} to {RATIO.show(row['high'])}" if row["low"] else ""
+    low = number(row, "low")
+    high = number(row, "high")
+    if low is None or high is None:
+        return ""
+    return TOO_FEW if is_too_wide(low, high) else f"{RATIO.show(low)} to {RATIO.show(high)}"
 
 
 _COLUMNS = (

@@ -23,6 +23,10 @@ LEAST_SHARE = {"gemm": 0.4, "copy": 0.5}
 # Share of a network port's rate below which two directions that agree may both be slow.
 LEAST_OF_PORT = 0.5
 MIN_OTHERS = 2  # of figures that are more than two
+# An interval whose ends are farther apart says only that there were too few launches:
+# Student's t of two launches is 64.
+_MOST_WIDTH = 4.0
+TOO_FEW = "too few launches"
 
 
 class Outcome(StrEnum):
@@ -260,6 +264,9 @@ def _judge_figure(
     elif low >= 1 - floor:
         reason = ""
         outcome = Outcome.HEALTHY
+    elif is_too_wide(low, high):
+        reason = f"{TOO_FEW} ({len(figure.values)})"
+        outcome = Outcome.CANNOT_TELL
     else:
         reason = f"{low:.3f} to {high:.3f} of {reference}"
         outcome = Outcome.CANNOT_TELL
@@ -278,6 +285,11 @@ def _judge_figure(
         low=low,
         high=high,
     )
+
+
+def is_too_wide(low: float, high: float) -> bool:
+    """Return whether an interval of a ratio is too wide to say anything of it."""
+    return high > _MOST_WIDTH * low
 
 
 def _medians_of_others(figures: Sequence[Figure]) -> list[list[float]]:
