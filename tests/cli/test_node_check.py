@@ -169,6 +169,34 @@ def test_a_damaged_file_is_one_line(text: str, message: str, tmp_path: Path) -> 
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"where": ("n000", "n002")},
+            "'n000-n002' is invalid: it must be of hosts that have a",
+        ),
+        ({"where": ()}, "figures of one place or two"),
+        ({"where": ("n000", "n001", "n001")}, "figures of one place or two"),
+        ({"unit": "bit/s"}, "in FLOP/s or B/s"),
+    ],
+)
+def test_a_file_with_figures_that_cannot_be_judged(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    first, second = fleet(2, 1)
+    figures = (*first.figures, replace(first.figures[0], **change))  # type: ignore[arg-type]
+    folder = folder_of(tmp_path, [replace(first, figures=figures), second])
+    done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "n000.json" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    if change.get("where") == ("n000", "n002"):
+        words = ["--from", str(folder), "--expect", "n000,n001,n002"]
+        assert stepmark(*DOCTOR, *words, cwd=tmp_path).returncode == 1, "n002 has failed"
+
+
 def test_ranges_of_hosts_are_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, fleet(2, 1))
     words = ["--from", str(folder), "--expect", "n[001-004]"]

@@ -26,7 +26,7 @@ from stepmark.ground.files import write_text
 from stepmark.ground.options import argv, dashed, plain
 from stepmark.ground.packages import require
 from stepmark.ground.signals import catching
-from stepmark.ground.units import GB, MIB, TFLOP, plural
+from stepmark.ground.units import MIB, plural
 from stepmark.measuring import child, job
 from stepmark.measuring.delivery import make_folder, write_files
 from stepmark.measuring.machine import Machine
@@ -81,7 +81,6 @@ _FOR_VERDICT = (
     "json",
     "csv",
 )
-_SCALES = {"FLOP/s": (TFLOP, "TFLOP/s"), "B/s": (GB, "GB/s")}
 _MOST_FIGURES = 40  # of those that are healthy, on a terminal
 _FABRIC = "network between hosts: give a run of comm p2p-matrix on them as --pairs"
 
@@ -94,7 +93,7 @@ def run(options: DoctorOptions) -> int:
         for name, value in plain(options).items():
             if name not in _FOR_VERDICT:
                 raise ConfigError(dashed(name), value, "it has no effect with --from")
-        checks = node_check.read_all(options.read_from)
+        checks = node_check.read_all(options.read_from, options.expect or ())
         if options.pairs is not None:
             checks = _with_pairs(checks, options.pairs, options.expect or ())
         return _conclude(checks, options, options.read_from)
@@ -252,7 +251,7 @@ def rows(verdict: FleetVerdict) -> list[Row]:
 
 def _row(verdict: FigureVerdict) -> Row:
     figure = verdict.figure
-    scale, unit = _SCALES[figure.unit]
+    scale, unit = node_check.UNITS[figure.unit]
     value = figure.value
     return {
         "where": "-".join(figure.where),
