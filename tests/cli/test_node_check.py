@@ -332,7 +332,12 @@ def test_the_gpus_of_this_host(tmp_path: Path) -> None:
     assert replace(check, figures=()).num_devices == count
 
 
-def run_of_pairs(root: Path, num_hosts: int, slow: int | None = None) -> Path:
+def run_of_pairs(
+    root: Path,
+    num_hosts: int,
+    slow: int | None = None,
+    slow_link: tuple[int, int] | None = None,
+) -> Path:
     """Write a run of all ordered pairs of one rank per host, of five launches."""
     random = Random(5)
     devices = tuple(
@@ -365,7 +370,8 @@ def run_of_pairs(root: Path, num_hosts: int, slow: int | None = None) -> Path:
         )
         for entry in entries:
             assert isinstance(entry.case, CommCase)
-            time_s = 1e-4 * (3.0 if slow in (entry.case.pair or ()) else 1.0)
+            ends = entry.case.pair or ()
+            time_s = 1e-4 * (3.0 if slow in ends or ends == slow_link else 1.0)
             writer.append(noisy(entry.case, time_s, random, entry.launch))
     return path
 
@@ -416,3 +422,25 @@ def test_pairs_of_other_hosts_are_refused(tmp_path: Path) -> None:
         assert words in done.stderr
     done = stepmark(*DOCTOR, "--pairs", str(run), cwd=tmp_path)
     assert (done.returncode, "only with --from" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("has_slurm", [True, False])
+def test_a_slow_link_is_in_a_file_with_the_command_that_may_tell(
+    has_slurm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: "/bin/sbatch" if has_slurm else None)
+    folder = folder_of(tmp_path, fleet(6, 8))
+    run = run_of_pairs(tmp_path, 6, slow_link=(3, 1))
+    words = ["--from", str(folder), "--pairs", str(run), "--json", "-"]
+    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert failing(folder) == ""
+    assert (folder / "slow_links.txt").read_text() == "n003 n001\n"
+    assert json.loads(done.stdout)["slow_links"] == [["n003", "n001"]]
+    target = "--slurm -w" if has_slurm else "--ssh --hosts"
+    command = f"stepmark launch {target} n003,n001,n000,n002 --gpus-per-node 8 -- doctor"
+    assert command in done.stderr
+    run = run_of_pairs(tmp_path / "again", 6)
+    done = stepmark(*DOCTOR, "--from", str(folder), "--pairs", str(run), cwd=tmp_path)
+    assert (folder / "slow_links.txt").read_text() == ""
+    assert "stepmark launch" not in done.stderr

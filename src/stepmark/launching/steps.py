@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from stepmark.ground.options import options
 from stepmark.launching.launch_options import LaunchOptions
-from stepmark.nodes.node_options import DoctorOptions
+from stepmark.nodes.node_options import MOST_FOR_ALL_PAIRS, DoctorOptions
 
 # Options of `doctor --nodes` that hosts measure by; the others are the verdict's.
 _MEASURED_BY = ("budget", "launches", "timeout")
 _NETWORK_BYTES = {"cuda": "64M", "cpu": "1M"}
 _NETWORK_LAUNCHES = {"cuda": "5", "cpu": "2"}
 _NETWORK_BUDGET = "300s"  # pairs with a host that hangs take a minute each
-_MOST_FOR_ALL_PAIRS = 20  # hosts; the number of pairs grows with their square
 # Sets the option of the verdict that names the network's run, which may be missing.
 NETWORK = (
     'network=(); for run in "$out"/network/*/run.json; do '
@@ -64,7 +63,7 @@ def check_steps(launch: LaunchOptions, num_hosts: int) -> list[Step]:
         pairs = ["-b", size, "-e", size, "--device", device]
         pairs += given.get("launches", ["--launches", _NETWORK_LAUNCHES[device]])
         pairs += given.get("budget", ["--budget", _NETWORK_BUDGET])
-        pairs += ["--partners", "2"] if num_hosts > _MOST_FOR_ALL_PAIRS else []
+        pairs += ["--partners", "2"] if num_hosts > MOST_FOR_ALL_PAIRS else []
         steps.append(
             Step(
                 why="The network between hosts, by one rank of each.",

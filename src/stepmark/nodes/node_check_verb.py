@@ -6,6 +6,7 @@ be interrupted. This process loads no driver. Hosts meet in files only.
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -35,7 +36,7 @@ from stepmark.nodes import node_check
 from stepmark.nodes.device_check import result_of
 from stepmark.nodes.doctor_findings import Nic, nics
 from stepmark.nodes.node_check import Fact, NodeCheck, Remark, merged
-from stepmark.nodes.node_options import DoctorOptions
+from stepmark.nodes.node_options import MOST_FOR_ALL_PAIRS, DoctorOptions
 from stepmark.nodes.node_verdict import (
     TOO_FEW,
     FigureVerdict,
@@ -63,6 +64,7 @@ from stepmark.tables.table import Table
 
 _DEVICE_CHECK = "stepmark.nodes.device_check"
 FAILING = "failing_nodes.txt"
+SLOW_LINKS = "slow_links.txt"  # source and destination, a link in each line
 _OUT = Path("node-check")
 _LIST_S = 120.0  # for a driver to list its devices
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
@@ -196,11 +198,15 @@ def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path)
     )
     hosts = verdict.failing_hosts
     write_text(folder / FAILING, ",".join(hosts) + "\n" if hosts else "", "out")
+    links = verdict.slow_links
+    lines = [f"{source} {destination}\n" for source, destination in links]
+    write_text(folder / SLOW_LINKS, "".join(lines), "out")
     document = {
         "nodes": msgspec.to_builtins(verdict.nodes),
         "figures": rows(verdict),
         "differences": verdict.differences,
         "unknown": verdict.unknown,
+        "slow_links": links,
         "remarks": [
             {"kind": kind, "where": remark.where, "text": remark.text}
             for check in checks
@@ -212,7 +218,25 @@ def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path)
     if not options.to_stdout:
         printed(verdict, checks)
     sys.stderr.write(f"nodes to avoid: {len(hosts)}, in {folder / FAILING}\n")
+    if links:
+        sys.stderr.write(
+            f"links between two hosts that are slow, which of the two is the cause is not "
+            f"known: {len(links)}, in {folder / SLOW_LINKS}; among all pairs of these hosts "
+            f"and good ones it may be:\n  {retest_command(verdict)}\n"
+        )
     return exit_code(verdict)
+
+
+def retest_command(verdict: FleetVerdict) -> str:
+    """Return what checks the hosts of slow links again, with two that are healthy."""
+    ends = list(dict.fromkeys(host for link in verdict.slow_links for host in link))
+    good = [node.host for node in verdict.nodes if node.outcome is Outcome.HEALTHY]
+    good = [*good, "GOOD1", "GOOD2"][:2]
+    hosts = ",".join([*ends[: MOST_FOR_ALL_PAIRS - len(good)], *good])
+    target = f"--slurm -w {hosts}" if shutil.which("sbatch") else f"--ssh --hosts {hosts}"
+    num_gpus = max(node.num_devices for node in verdict.nodes)
+    ranks = f"--gpus-per-node {num_gpus}" if num_gpus else "--nproc-per-node 1"
+    return f"stepmark launch {target} {ranks} -- doctor --nodes"
 
 
 def _interval(row: Row) -> str:

@@ -7,6 +7,9 @@ from typing import Annotated
 from stepmark.ground.option_groups import OUT, Files
 from stepmark.ground.options import Duration, Share, Words, between, flag, group, words_of
 
+# Hosts of a job up to which it measures all pairs of them: their number grows as the square.
+MOST_FOR_ALL_PAIRS = 20
+
 
 @group
 class NodeChecks:
