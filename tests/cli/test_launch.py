@@ -128,6 +128,39 @@ def test_a_measured_network_is_part_of_the_verdict(programs: Programs, tmp_path:
     assert verdict[-2:] == ["--pairs", f"{folder}/network/2026"]
 
 
+def test_the_steps_of_a_check_share_its_budget() -> None:
+    for words in (("--budget", "20m"), ("--budget=20m",)):
+        text = script_of(*SLURM, words=("doctor", "--nodes", *words))
+        budgets = [
+            line.split("--budget ")[1].split()[0]
+            for line in text.splitlines()
+            if "--budget" in line
+        ]
+        assert budgets == ["600s", "600s"]
+    one = script_of("--slurm", "--gpus-per-node", "2", words=("doctor", "--nodes", *words))
+    assert one.count("--budget 1200s") == one.count("--budget") == 1
+    text = script_of(*SLURM, words=("doctor", "--nodes"))
+    assert text.count("--budget 300s") == text.count("--budget") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "time"),
+    [
+        (SLURM, (), "00:35:00"),
+        (SLURM, ("--budget", "20m"), "00:40:00"),
+        (SLURM, ("--timeout", "60s"), "00:15:00"),
+        (("--slurm", "--gpus-per-node", "2"), (), "00:30:00"),
+        ((*SLURM, "--time", "2h"), ("--budget", "20m"), "02:00:00"),
+    ],
+)
+def test_a_check_ends_even_if_devices_hang(
+    flags: tuple[str, ...], words: tuple[str, ...], time: str
+) -> None:
+    text = script_of(*flags, words=("doctor", "--nodes", *words))
+    assert f"#SBATCH --time={time}\n" in text
+    assert text.count("--time=") == 1
+
+
 def test_one_host_has_no_network_and_many_have_some_pairs() -> None:
     words = ("doctor", "--nodes")
     ranks = ("--nproc-per-node", "2")

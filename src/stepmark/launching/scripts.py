@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stepmark.ground.outer_launcher import BIND, HOSTS
-from stepmark.launching.launch_options import CHECK, RESUME, LaunchOptions
-from stepmark.launching.steps import NETWORK, Step, check_steps
+from stepmark.launching.launch_options import CHECK, RESUME, LaunchOptions, slurm_time
+from stepmark.launching.steps import NETWORK, Step, check_steps, time_limit_s
 from stepmark.measuring.job import HOST_RANK, KEY, NPROC, PORT
 from stepmark.model.fabrics import Setting
 
@@ -91,6 +91,9 @@ def _with_reason(step: Step, command: str) -> list[str]:
 def _directives(
     options: LaunchOptions, settings: Sequence[Setting], num_hosts: int
 ) -> list[str]:
+    time = options.time
+    if time is None and options.words[0] == CHECK:
+        time = slurm_time(time_limit_s(options, num_hosts))
     values = {
         "job-name": options.name,
         "nodes": str(num_hosts),
@@ -99,7 +102,7 @@ def _directives(
         "partition": options.partition,
         "account": options.account,
         "qos": options.qos,
-        "time": options.time,
+        "time": time,
         "nodelist": options.nodelist,
         "exclude": options.exclude,
         "signal": "TERM@60",  # a minute for what is being measured to be recorded

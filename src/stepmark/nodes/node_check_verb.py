@@ -36,7 +36,12 @@ from stepmark.nodes import node_check
 from stepmark.nodes.device_check import result_of
 from stepmark.nodes.doctor_findings import Nic, nics
 from stepmark.nodes.node_check import Fact, NodeCheck, Remark, merged
-from stepmark.nodes.node_options import MOST_FOR_ALL_PAIRS, DoctorOptions
+from stepmark.nodes.node_options import (
+    LIST_S,
+    MOST_FOR_ALL_PAIRS,
+    TIMEOUT_S,
+    DoctorOptions,
+)
 from stepmark.nodes.node_verdict import (
     TOO_FEW,
     FigureVerdict,
@@ -66,12 +71,10 @@ _DEVICE_CHECK = "stepmark.nodes.device_check"
 FAILING = "failing_nodes.txt"
 SLOW_LINKS = "slow_links.txt"  # source and destination, a link in each line
 _OUT = Path("node-check")
-_LIST_S = 120.0  # for a driver to list its devices
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
 # For collectives without --budget: enough for the start of ranks in all launches.
 _COMM_S = {"cuda": 120.0, "cpu": 30.0}
 _LAUNCHES = {"cuda": 5, "cpu": 2}  # Student's t over fewer than five has wide intervals
-_TIMEOUT_S = 600.0
 _MESSAGE_BYTES = {"cuda": 64 * MIB, "cpu": MIB}
 _FOR_VERDICT = (
     "nodes",
@@ -406,11 +409,11 @@ class _Host:
     def _machine(self, folder: Path) -> tuple[Machine | None, str]:
         """Return the machine, which another process examines, or why it is not known."""
         words = [_DEVICE_CHECK, "list", self.options.device or ""]
-        ended = self._run(folder / "list", words, _LIST_S)
+        ended = self._run(folder / "list", words, LIST_S)
         if ended.exit_code == 0:
             answer = json.loads((folder / "list.out").read_text())
             return Machine(**answer), ""
-        return None, _how_it_ended(ended, _LIST_S, "listing devices", folder / "list.err")
+        return None, _how_it_ended(ended, LIST_S, "listing devices", folder / "list.err")
 
     def _device(
         self, index: int, count: int, device: str, folder: Path, empty: NodeCheck
@@ -425,7 +428,7 @@ class _Host:
         end = str(end_s) if self.options.budget else ""
         launches = self.options.launches or _LAUNCHES[device]
         words = [_DEVICE_CHECK, "check", str(file), device, place, end, str(launches)]
-        limit_s = self.options.timeout or _TIMEOUT_S
+        limit_s = self.options.timeout or TIMEOUT_S
         ended = self._run(stem, words, limit_s, _only(index, count, device))
         result = node_check.read(file, "out") if file.is_file() else empty
         if ended.exit_code == 0:
@@ -439,7 +442,7 @@ class _Host:
         self, count: int, device: str, folder: Path, empty: NodeCheck
     ) -> NodeCheck:
         """Measure pairs and an all-reduce through `stepmark comm`."""
-        limit_s = self.options.timeout or _TIMEOUT_S
+        limit_s = self.options.timeout or TIMEOUT_S
         runs = folder / "comm"
         options = CommOptions(
             names=(MATRIX_OF_PAIRS, "all_reduce"),

@@ -9,6 +9,8 @@ from stepmark.ground.options import Duration, Share, Words, between, flag, group
 
 # Hosts of a job up to which it measures all pairs of them: their number grows as the square.
 MOST_FOR_ALL_PAIRS = 20
+LIST_S = 120.0  # for a driver to list its devices
+TIMEOUT_S = 600.0  # for a device, and again for all collectives of a host
 
 
 @group
