@@ -197,12 +197,29 @@ def test_a_file_with_figures_that_cannot_be_judged(
         assert stepmark(*DOCTOR, *words, cwd=tmp_path).returncode == 1, "n002 has failed"
 
 
-def test_ranges_of_hosts_are_refused(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, fleet(2, 1))
-    words = ["--from", str(folder), "--expect", "n[001-004]"]
-    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "scontrol show hostnames" in done.stderr
+def test_expected_hosts_may_be_ranges(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(3, 1))
+    done = stepmark(*DOCTOR, "--from", str(folder), "--expect", "n[000-004]", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert failing(folder) == "n003,n004\n"
+    for hosts in ("n[000", "n000,n000", "n/0"):
+        done = stepmark(*DOCTOR, "--from", str(folder), "--expect", hosts, cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "--expect" in done.stderr
+
+
+@pytest.mark.parametrize(("num_devices", "is_named"), [(8, True), (1, False), (0, False)])
+def test_gpus_whose_way_to_the_network_is_not_tested(
+    num_devices: int, is_named: bool, tmp_path: Path
+) -> None:
+    """One rank of each host measures the network, through one GPU's ports."""
+    checks = [replace(check, num_devices=num_devices) for check in fleet(4, 1)]
+    folder = folder_of(tmp_path, checks)
+    run = run_of_pairs(tmp_path, 4)
+    done = stepmark(*DOCTOR, "--from", str(folder), "--pairs", str(run), cwd=tmp_path)
+    text = "ways of 7 of 8 GPUs to the network: 1 rank of each host measured it (n000, n001, "
+    assert (text in done.stdout) == is_named
+    assert ("to the network" in done.stdout) == is_named
 
 
 def test_a_host_has_the_name_by_which_its_job_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:

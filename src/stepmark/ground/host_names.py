@@ -19,6 +19,8 @@ def read_hosts(text: str, *, has_users: bool = True) -> tuple[str, ...]:
     has_users: a file may name a user and a port of each, which its reader uses.
     """
     if not os.path.isfile(text):  # False for a list that is too long for a name
+        if "/" in text:
+            raise ConfigError("hosts", text, "a file that exists, or names of hosts")
         return parse_hosts(text, "hosts")
     lines = read_whole(Path(text), "hosts").decode(errors="replace").splitlines()
     entries = [line.split("#")[0].split() for line in lines]
@@ -30,8 +32,6 @@ def read_hosts(text: str, *, has_users: bool = True) -> tuple[str, ...]:
 
 def parse_hosts(text: str, field: str) -> tuple[str, ...]:
     """Return the hosts that a list names, with its ranges expanded. Raises ConfigError."""
-    if "/" in text:
-        raise ConfigError(field, text, "a file that exists, or names of hosts")
     parts = re.split(r",(?![^\[]*\])", text)
     names = [name for part in parts for name in _expanded(part.strip(), text, field)]
     return _checked(names, text, field)

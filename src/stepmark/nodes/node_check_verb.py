@@ -171,11 +171,22 @@ def _with_pairs(
         return list(checks)
     if result == empty:
         raise ConfigError("pairs", path, "a run of comm p2p-matrix on two hosts or more")
-    others = [
-        replace(check, not_tested=tuple(r for r in check.not_tested if r.text != _FABRIC))
-        for check in checks
-    ]
+    num_ranks = Counter(names.get(_short(host)) for host in hosts.values())
+    others = [_with_fabric(check, num_ranks[check.host]) for check in checks]
     return [merged(others[0], [result]), *others[1:]]
+
+
+def _with_fabric(check: NodeCheck, num_ranks: int) -> NodeCheck:
+    """Return the check of a host on which so many ranks have measured the network."""
+    not_tested = [remark for remark in check.not_tested if remark.text != _FABRIC]
+    num_others = check.num_devices - num_ranks
+    if num_others > 0:
+        text = (
+            f"ways of {num_others} of {check.num_devices} GPUs to the network: "
+            f"{plural(num_ranks, 'rank')} of each host measured it"
+        )
+        not_tested.append(Remark(where=check.host, text=text))
+    return replace(check, not_tested=tuple(not_tested))
 
 
 def _slower(rates: Sequence[float | None]) -> float | None:
@@ -189,10 +200,6 @@ def _short(host: str) -> str:
 
 def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path) -> int:
     """Print the verdict and write its files. Returns the exit code."""
-    for host in options.expect or ():
-        if "[" in host or "]" in host:
-            allowed = "names with commas between them (scontrol show hostnames lists them)"
-            raise ConfigError("expect", host, allowed)
     verdict = judge(
         checks,
         floor=options.floor,
