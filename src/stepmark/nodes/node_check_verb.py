@@ -230,9 +230,8 @@ def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path)
     sys.stderr.write(f"nodes to avoid: {len(hosts)}, in {folder / FAILING}\n")
     if links:
         sys.stderr.write(
-            f"links between two hosts that are slow, which of the two is the cause is not "
-            f"known: {len(links)}, in {folder / SLOW_LINKS}; among all pairs of these hosts "
-            f"and good ones it may be:\n  {retest_command(verdict)}\n"
+            f"slow links of unknown cause: {len(links)}, in {folder / SLOW_LINKS}; test their "
+            f"hosts again with good ones:\n  {retest_command(verdict)}\n"
         )
     return exit_code(verdict)
 
