@@ -186,6 +186,23 @@ def test_a_matrix_of_pairs_has_both_figures_of_every_ordered_pair() -> None:
     assert {case.collective for case in both} == {Collective.P2P_BOTH, Collective.PING_PONG}
 
 
+@pytest.mark.parametrize(
+    ("n", "partners", "text"),
+    [
+        (
+            64,
+            None,
+            "64 ranks have 4032 ordered pairs, measured one after the other: --partners",
+        ),
+        (64, 2, ""),
+        (16, None, ""),
+    ],
+)
+def test_very_many_pairs_have_a_note(n: int, partners: int | None, text: str) -> None:
+    _, notes = planned("p2p-matrix", n=n, partners=partners)
+    assert [text in note for note in notes] == ([True] if text else [])
+
+
 @pytest.mark.parametrize(("n", "partners"), [(2, 1), (3, 1), (8, 2), (9, 3), (64, 4), (5, 4)])
 def test_a_matrix_of_some_pairs_is_even(n: int, partners: int) -> None:
     pairs = [

@@ -11,8 +11,8 @@ import pytest
 
 from stepmark.cli import launch, main
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.host_names import read_hosts
 from stepmark.ground.options import build, load, options
-from stepmark.launching.launch import read_hosts
 from stepmark.launching.launch_options import LaunchOptions, SlurmJob
 
 from .launch_programs import COMM, DOCS, HOSTS, SLURM, Programs, called, script_of
@@ -126,6 +126,39 @@ def test_a_measured_network_is_part_of_the_verdict(programs: Programs, tmp_path:
     (*_, verdict), _ = _doctor_steps(programs, "mpirun", text)
     (folder,) = (tmp_path / "runs").iterdir()
     assert verdict[-2:] == ["--pairs", f"{folder}/network/2026"]
+
+
+def test_the_steps_of_a_check_share_its_budget() -> None:
+    for words in (("--budget", "20m"), ("--budget=20m",)):
+        text = script_of(*SLURM, words=("doctor", "--nodes", *words))
+        budgets = [
+            line.split("--budget ")[1].split()[0]
+            for line in text.splitlines()
+            if "--budget" in line
+        ]
+        assert budgets == ["600s", "600s"]
+    one = script_of("--slurm", "--gpus-per-node", "2", words=("doctor", "--nodes", *words))
+    assert one.count("--budget 1200s") == one.count("--budget") == 1
+    text = script_of(*SLURM, words=("doctor", "--nodes"))
+    assert text.count("--budget 300s") == text.count("--budget") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "time"),
+    [
+        (SLURM, (), "00:35:00"),
+        (SLURM, ("--budget", "20m"), "00:40:00"),
+        (SLURM, ("--timeout", "60s"), "00:15:00"),
+        (("--slurm", "--gpus-per-node", "2"), (), "00:30:00"),
+        ((*SLURM, "--time", "2h"), ("--budget", "20m"), "02:00:00"),
+    ],
+)
+def test_a_check_ends_even_if_devices_hang(
+    flags: tuple[str, ...], words: tuple[str, ...], time: str
+) -> None:
+    text = script_of(*flags, words=("doctor", "--nodes", *words))
+    assert f"#SBATCH --time={time}\n" in text
+    assert text.count("--time=") == 1
 
 
 def test_one_host_has_no_network_and_many_have_some_pairs() -> None:
@@ -405,6 +438,23 @@ def test_hosts(text: str, hosts: list[str]) -> None:
     assert read_hosts(text) == tuple(hosts)
 
 
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        (("-w", "n07,n19"), 2),
+        (("-w", "n[07,19,21]"), 3),
+        (("-w", "n07,n19", "-N", "4"), 4),
+        (("-w", "./list", "-N", "4"), 4),
+        ((), 1),
+    ],
+)
+def test_a_slurm_job_has_the_hosts_of_its_list(flags: tuple[str, ...], number: int) -> None:
+    text = script_of("--slurm", "--gpus-per-node", "2", *flags)
+    assert f"#SBATCH --nodes={number}\n" in text
+    text = script_of("--slurm", "--gpus-per-node", "2", *flags, words=("doctor", "--nodes"))
+    assert ("p2p-matrix" in text) == (number > 1)
+
+
 def test_hosts_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("# mine\na slots=8\nme@b:22  # second\n\n")
     assert read_hosts(str(tmp_path / "list")) == ("a", "b")
@@ -452,6 +502,13 @@ BAD = [
     ((*SLURM, "--container-mounts", "/d:/d"), COMM, "--container"),
     ((*SLURM, "--port", "80"), COMM, "--port"),
     ((*SLURM, "-N", "0"), COMM, "-N 0"),
+    (
+        (*SLURM, "-w", "n[07,19,21]"),
+        COMM,
+        "-N 2 is invalid: it must be at least the 3 hosts that --nodelist names",
+    ),
+    ((*SLURM, "-w", "n[07"), COMM, "n[07 is invalid: it must be a host name"),
+    (("--slurm", "--gpus-per-node", "2", "-w", "./list"), COMM, "--nodes is missing"),
     (("--pssh", "--gpus-per-node", "2"), COMM, "--hosts"),
     (("--torchrun", *HOSTS, "-p", "gpu"), COMM, "only with --slurm"),
     (("--mpirun", *HOSTS, "-N", "2"), COMM, "only with --slurm"),

@@ -79,6 +79,14 @@ def test_of_two_hosts_the_slower_is_to_be_avoided(tmp_path: Path) -> None:
     assert "what two cannot tell:\n  gemm" in done.stdout
 
 
+def test_no_interval_is_printed_that_means_nothing(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(3, 1, launches=2, noise=0.3))
+    done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
+    assert done.returncode == 3
+    assert done.stdout.count("too few launches ") == 6  # in the rows, and as their reasons
+    assert "467454934" not in done.stdout
+
+
 def test_hosts_without_gpus_have_no_column_of_them(tmp_path: Path) -> None:
     checks = fleet(3, 1)
     headings = []
@@ -161,12 +169,57 @@ def test_a_damaged_file_is_one_line(text: str, message: str, tmp_path: Path) -> 
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_ranges_of_hosts_are_refused(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, fleet(2, 1))
-    words = ["--from", str(folder), "--expect", "n[001-004]"]
-    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "scontrol show hostnames" in done.stderr
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"where": ("n000", "n002")},
+            "'n000-n002' is invalid: it must be of hosts that have a",
+        ),
+        ({"where": ()}, "figures of one place or two"),
+        ({"where": ("n000", "n001", "n001")}, "figures of one place or two"),
+        ({"unit": "bit/s"}, "in FLOP/s or B/s"),
+    ],
+)
+def test_a_file_with_figures_that_cannot_be_judged(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    first, second = fleet(2, 1)
+    figures = (*first.figures, replace(first.figures[0], **change))  # type: ignore[arg-type]
+    folder = folder_of(tmp_path, [replace(first, figures=figures), second])
+    done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "n000.json" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    if change.get("where") == ("n000", "n002"):
+        words = ["--from", str(folder), "--expect", "n000,n001,n002"]
+        assert stepmark(*DOCTOR, *words, cwd=tmp_path).returncode == 1, "n002 has failed"
+
+
+def test_expected_hosts_may_be_ranges(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(3, 1))
+    done = stepmark(*DOCTOR, "--from", str(folder), "--expect", "n[000-004]", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert failing(folder) == "n003,n004\n"
+    for hosts in ("n[000", "n000,n000", "n/0"):
+        done = stepmark(*DOCTOR, "--from", str(folder), "--expect", hosts, cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "--expect" in done.stderr
+
+
+@pytest.mark.parametrize(("num_devices", "is_named"), [(8, True), (1, False), (0, False)])
+def test_gpus_whose_way_to_the_network_is_not_tested(
+    num_devices: int, is_named: bool, tmp_path: Path
+) -> None:
+    """One rank of each host measures the network, through one GPU's ports."""
+    checks = [replace(check, num_devices=num_devices) for check in fleet(4, 1)]
+    folder = folder_of(tmp_path, checks)
+    run = run_of_pairs(tmp_path, 4)
+    done = stepmark(*DOCTOR, "--from", str(folder), "--pairs", str(run), cwd=tmp_path)
+    text = "ways of 7 of 8 GPUs to the network: 1 rank of each host measured it (n000, n001, "
+    assert (text in done.stdout) == is_named
+    assert ("to the network" in done.stdout) == is_named
 
 
 def test_a_host_has_the_name_by_which_its_job_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +349,12 @@ def test_the_gpus_of_this_host(tmp_path: Path) -> None:
     assert replace(check, figures=()).num_devices == count
 
 
-def run_of_pairs(root: Path, num_hosts: int, slow: int | None = None) -> Path:
+def run_of_pairs(
+    root: Path,
+    num_hosts: int,
+    slow: int | None = None,
+    slow_link: tuple[int, int] | None = None,
+) -> Path:
     """Write a run of all ordered pairs of one rank per host, of five launches."""
     random = Random(5)
     devices = tuple(
@@ -329,7 +387,8 @@ def run_of_pairs(root: Path, num_hosts: int, slow: int | None = None) -> Path:
         )
         for entry in entries:
             assert isinstance(entry.case, CommCase)
-            time_s = 1e-4 * (3.0 if slow in (entry.case.pair or ()) else 1.0)
+            ends = entry.case.pair or ()
+            time_s = 1e-4 * (3.0 if slow in ends or ends == slow_link else 1.0)
             writer.append(noisy(entry.case, time_s, random, entry.launch))
     return path
 
@@ -380,3 +439,25 @@ def test_pairs_of_other_hosts_are_refused(tmp_path: Path) -> None:
         assert words in done.stderr
     done = stepmark(*DOCTOR, "--pairs", str(run), cwd=tmp_path)
     assert (done.returncode, "only with --from" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("has_slurm", [True, False])
+def test_a_slow_link_is_in_a_file_with_the_command_that_may_tell(
+    has_slurm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: "/bin/sbatch" if has_slurm else None)
+    folder = folder_of(tmp_path, fleet(6, 8))
+    run = run_of_pairs(tmp_path, 6, slow_link=(3, 1))
+    words = ["--from", str(folder), "--pairs", str(run), "--json", "-"]
+    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert failing(folder) == ""
+    assert (folder / "slow_links.txt").read_text() == "n003 n001\n"
+    assert json.loads(done.stdout)["slow_links"] == [["n003", "n001"]]
+    target = "--slurm -w" if has_slurm else "--ssh --hosts"
+    command = f"stepmark launch {target} n003,n001,n000,n002 --gpus-per-node 8 -- doctor"
+    assert command in done.stderr
+    run = run_of_pairs(tmp_path / "again", 6)
+    done = stepmark(*DOCTOR, "--from", str(folder), "--pairs", str(run), cwd=tmp_path)
+    assert (folder / "slow_links.txt").read_text() == ""
+    assert "stepmark launch" not in done.stderr

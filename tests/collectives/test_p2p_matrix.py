@@ -1,12 +1,14 @@
 """Every link is where it was measured, and the slow one is named."""
 
+from dataclasses import replace
 from itertools import permutations
 from random import Random
 
 import pytest
 
 from stepmark.collectives.comm_columns import rows
-from stepmark.collectives.comm_remarks import PairMatrix, matrices, matrix_lines
+from stepmark.collectives.comm_figures import heat_map
+from stepmark.collectives.comm_remarks import PairMatrix, comm_lines, matrices, matrix_lines
 from stepmark.model.collectives import Collective, Mode
 
 from .comm_records import (
@@ -73,6 +75,38 @@ def test_every_pair_has_its_place_and_the_diagonal_none() -> None:
         assert all(link.source != link.destination for link in matrix.links)
         lines = matrix_lines(matrix)[2 : 2 + NUM_RANKS]
         assert [len(line.split()) for line in lines] == [NUM_RANKS + 1] * NUM_RANKS
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"),
+    [
+        (["n07", "n07", "n07", "n07"], ["0", "1", "2", "3"]),
+        (["n09.a", "n07.a", "n19.a", "n21.a"], ["n09", "n07", "n19", "n21"]),
+        (["n7.a", "n7.b", "n8.a", "n8.b"], ["n7.a", "n7.b", "n8.a", "n8.b"]),
+        (["n07", "n07", "n19", "n19"], ["n07/0", "n07/1", "n19/0", "n19/1"]),
+    ],
+)
+def test_ranks_of_several_hosts_have_their_names(hosts: list[str], names: list[str]) -> None:
+    run = comm_run(4)
+    devices = [
+        replace(device, host=host)
+        for device, host in zip(run.environment.devices, hosts, strict=True)
+    ]
+    records = [
+        flat(
+            comm_case(Collective.P2P, 2**28, num_ranks=2, world_size=4, pair=pair),
+            3e-3 if pair == (3, 1) else 1e-3,
+        )
+        for pair in permutations(range(4), 2)
+    ]
+    table = rows(records, run)
+    (matrix,) = matrices(table, devices)
+    _, head, *lines = matrix_lines(matrix)
+    assert head.split()[-4:] == names
+    assert [line.split()[0] for line in lines[:4]] == names
+    assert f"slow: {names[3]} -> {names[1]} " in lines[4]
+    assert f"slow: {names[3]} -> {names[1]} " in "\n".join(comm_lines(table, devices))
+    assert heat_map(matrix).x.ticks == dict(enumerate(names))
 
 
 def test_direction_and_size() -> None:

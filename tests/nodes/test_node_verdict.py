@@ -8,6 +8,7 @@ from itertools import permutations
 
 import pytest
 
+from stepmark.model.collectives import ordered_pairs
 from stepmark.nodes.node_check import Fact, Figure, NodeCheck, Remark, merged
 from stepmark.nodes.node_verdict import FleetVerdict, Outcome, judge, judge_figures
 
@@ -181,6 +182,16 @@ def test_too_little_data_is_never_healthy(launches: int, noise: float) -> None:
     verdict = judge(fleet(8, 1, launches=launches, noise=noise), floor=FLOOR)
     assert set(outcomes(verdict).values()) == {CANNOT_TELL}
     assert len(outcomes(verdict)) >= 7
+
+
+@pytest.mark.parametrize("launches", [2, 3])
+def test_an_interval_without_meaning_is_named_by_its_cause(launches: int) -> None:
+    """Two launches that differ give one of 0.000 to 467454934.395."""
+    for figure in judge(fleet(3, 1, launches=launches, noise=0.3), floor=FLOOR).figures:
+        assert figure.reason == f"too few launches ({launches})"
+        assert figure.low is not None, "the figures are in --csv and --json"
+    (figure, *_) = judge(fleet(3, 1, launches=2), floor=FLOOR).figures
+    assert figure.reason == "0.573 to 1.762 of the others' median"
 
 
 def test_identical_values_prove_nothing() -> None:
@@ -373,3 +384,64 @@ def test_pairs_of_two_or_three_places_have_no_others() -> None:
     for count in (2, 3):
         verdict = judge(pairs(PLACES[:count], lambda a, b: 1.0), floor=FLOOR)
         assert set(outcomes(verdict).values()) == {CANNOT_TELL}
+
+
+def ring(num_hosts: int, speed: Callable[[str, str], float]) -> FleetVerdict:
+    """The verdict where each host sends to two others, as from 21 hosts on."""
+    hosts = [f"n{number:02}" for number in range(1, num_hosts + 1)]
+    sent = {(hosts[a], hosts[b]) for a, b in ordered_pairs(num_hosts, 2)}
+    (first, *others) = pairs(hosts, speed)
+    sent_figures = tuple(figure for figure in first.figures if figure.where in sent)
+    return judge([replace(first, figures=sent_figures), *others], floor=FLOOR)
+
+
+@pytest.mark.parametrize("num_hosts", [4, 8, 32])
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_host_that_is_slow_in_one_direction_is_named(num_hosts: int, end: int) -> None:
+    def speed(*ends: str) -> float:
+        return 0.6 if ends[end] == "n03" else 1.0
+
+    hosts = [f"n{number:02}" for number in range(1, num_hosts + 1)]
+    count = num_hosts - 1
+    verdict = judge(pairs(hosts, speed), floor=FLOOR)
+    if num_hosts == 32:
+        verdict = ring(num_hosts, speed)
+        count = 2
+    assert outcomes(verdict) == {"n03": SLOW}
+    direction = ("out of", "into")[end]
+    assert verdict.nodes[2].reasons == (
+        f"n03: p2p 64 MiB: all {count} pairs {direction} it are slow",
+    )
+    assert verdict.slow_links == ()
+
+
+def test_a_host_that_is_slow_in_one_direction_and_has_a_slow_link() -> None:
+    slow = {("n03", "n05")}
+    hosts = [f"n{number:02}" for number in range(1, 9)]
+    checks = pairs(hosts, lambda a, b: 0.6 if b == "n03" or (a, b) in slow else 1.0)
+    verdict = judge(checks, floor=FLOOR)
+    assert outcomes(verdict) == {"n03": SLOW, "n05": CANNOT_TELL}
+    assert verdict.slow_links == (("n03", "n05"),)
+
+
+def test_a_slow_link_is_listed_and_both_its_ends_are_suspects() -> None:
+    verdict = ring(32, lambda a, b: 0.6 if (a, b) == ("n07", "n08") else 1.0)
+    assert outcomes(verdict) == {"n07": CANNOT_TELL, "n08": CANNOT_TELL}
+    assert verdict.slow_links == (("n07", "n08"),)
+    assert verdict.failing_hosts == ()
+
+
+def test_a_slow_sender_and_a_slow_receiver_of_one_another_are_not_told_apart() -> None:
+    """Each has one slow pair with another host, which may be a slow link."""
+    pair = next(b for a, b in ordered_pairs(32, 2) if a == 6)
+    receiver = f"n{pair + 1:02}"
+    verdict = ring(32, lambda a, b: 0.6 if a == "n07" or b == receiver else 1.0)
+    assert verdict.failing_hosts == ()
+    assert len(verdict.slow_links) == 3
+
+
+def test_two_receivers_that_are_slow_do_not_accuse_their_sender() -> None:
+    """All pairs into both are slow, so those out of the host that sends to both are, too."""
+    receivers = {f"n{b + 1:02}" for a, b in ordered_pairs(32, 2) if a == 6}
+    verdict = ring(32, lambda _, b: 0.6 if b in receivers else 1.0)
+    assert "n07" not in verdict.failing_hosts

@@ -139,7 +139,11 @@ def _show(run: View, options: CommOptions) -> None:
         if note := comm_remarks.issued_from(run.comm_rows):
             print_text([f"# {note}"])
         return
-    matrices = [m for m in comm_remarks.matrices(run.comm_rows) if len(m.links) > 1]
+    matrices = [
+        m
+        for m in comm_remarks.matrices(run.comm_rows, run.run.environment.devices)
+        if len(m.links) > 1
+    ]
     drawn = {matrix.family for matrix in matrices}
     for matrix in matrices:
         print_text([*comm_remarks.matrix_lines(matrix), ""])

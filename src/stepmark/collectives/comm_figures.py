@@ -36,7 +36,7 @@ def figures(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Ite
             yield over_size(group, run, device)
     if any(row["slowdown"] or row["slowdown_beside"] for row in right):
         yield contention(right, run)
-    for matrix in matrices(rows):
+    for matrix in matrices(rows, run.environment.devices):
         yield heat_map(matrix)
 
 
@@ -123,7 +123,7 @@ def contention(rows: Sequence[Row], run: RunInfo) -> Figure:
 
 def heat_map(matrix: PairMatrix) -> Figure:
     """Return source by line, destination by column; a frame around each slow link."""
-    names = [str(rank) for rank in matrix.ranks]
+    names = [matrix.name(rank) for rank in matrix.ranks]
     place = {rank: index for index, rank in enumerate(matrix.ranks)}
     values = [link.value for link in matrix.links]
     # Half the median wide at least: a few percent of noise must not look like a pattern.
@@ -137,18 +137,20 @@ def heat_map(matrix: PairMatrix) -> Figure:
         more_is_better=matrix.more_is_better,
         labels=[] if len(names) > 24 else [digits(value, 3) for value in values],
         hover=[
-            f"{link.source} to {link.destination}: {digits(link.value, 3)} {matrix.unit}"
+            f"{matrix.name(link.source)} to {matrix.name(link.destination)}: "
+            f"{digits(link.value, 3)} {matrix.unit}"
             for link in matrix.links
         ],
     )
     around = {rank: (index - 0.5, index + 0.5) for rank, index in place.items()}
     ticks = dict(enumerate(names))
     end = len(names) - 0.5
+    noun = "host" if matrix.places else "rank"
     return Figure(
         title=f"Pairs: {matrix.title}",
         note=f"{format_bytes(matrix.size_bytes)} {matrix.setting}; from line to column.",
-        x=Axis(title="to rank", ticks=ticks, limits=(-0.5, end)),
-        y=Axis(title="from rank", ticks=ticks, limits=(end, -0.5)),
+        x=Axis(title=f"to {noun}", ticks=ticks, limits=(-0.5, end)),
+        y=Axis(title=f"from {noun}", ticks=ticks, limits=(end, -0.5)),
         cells=cells,
         marks=[Mark(x=around[link.destination], y=around[link.source]) for link in matrix.slow],
         height=min(900, 150 + 44 * len(names)),

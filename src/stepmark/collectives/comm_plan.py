@@ -38,6 +38,7 @@ from stepmark.workloads.messages import ROLES, messages
 from stepmark.workloads.models import read_models
 
 _LATENCY_BYTES = 8
+_MANY_PAIRS = 1000  # from about 33 ranks on
 # Flags without effect on other collectives. nccl-tests' own, as -r and -o, fit all of them.
 _ONLY_OF: dict[str, tuple[str, ...]] = {
     "pair": (Collective.P2P, Collective.P2P_BOTH, Collective.PING_PONG),
@@ -221,6 +222,12 @@ def _matrix_of_pairs(
     big = options.begin or options.end or default
     bandwidth = replace(options, begin=big, end=options.end or big)
     tiny = replace(options, begin=_LATENCY_BYTES, end=_LATENCY_BYTES)
+    num_pairs = base.num_ranks * (base.num_ranks - 1)
+    if options.partners is None and num_pairs > _MANY_PAIRS:
+        notes.append(
+            f"{base.num_ranks} ranks have {num_pairs} ordered pairs, measured one after the "
+            f"other: --partners 2 measures {2 * base.num_ranks} of them"
+        )
     for ends in ordered_pairs(base.num_ranks, options.partners):
         pair = replace(base, num_ranks=2, pair=ends)
         yield from _collective_cases(collective, bandwidth, pair, notes)

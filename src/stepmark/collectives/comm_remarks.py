@@ -4,17 +4,19 @@ Also the last lines of a run about collectives, one finding per line.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
 from stepmark.cases.comm_case import CommCase, default_mode
 from stepmark.cases.fields import in_words
+from stepmark.cases.record import DeviceInfo
 from stepmark.ground.fit import MIN_POINTS, Segment, piecewise
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.model.collectives import FACTS, Collective
-from stepmark.tables.columns import COUNT, NUMBER, Row, digits, given, number, text
+from stepmark.tables.columns import COUNT, NUMBER, TEXT, Row, digits, given, number, text
 from stepmark.tables.row_tables import LEAD, describe, grouped, statuses, validity_counts
 from stepmark.tables.table import Table
 
@@ -207,10 +209,14 @@ class PairMatrix:
     setting: str  # values of _MATRIX_SETTING
     host_bound: bool  # issuing a call takes about as long as the call
     links: tuple[Link, ...]  # by source, then by destination
+    places: Mapping[int, str]  # by rank: its host, where ranks are on several
 
     @property
     def ranks(self) -> list[int]:
         return sorted({rank for link in self.links for rank in link[:2]})
+
+    def name(self, rank: int) -> str:
+        return self.places.get(rank, str(rank))
 
     @property
     def median(self) -> float:
@@ -234,17 +240,42 @@ class PairMatrix:
         return sorted(slow, key=lambda link: link.value, reverse=not is_rate)
 
 
-def matrices(rows: Sequence[Row]) -> list[PairMatrix]:
+def places_of(devices: Sequence[DeviceInfo]) -> dict[int, str]:
+    """Return the host of each rank, with the rank's number there if it has several.
+
+    There is none for ranks of a single host.
+    """
+    by_host = {
+        host: [device.rank for device in members]
+        for host, members in group_by(devices, lambda device: device.host).items()
+    }
+    if len(by_host) < 2:
+        return {}
+    short = {host: host.partition(".")[0] for host in by_host}
+    if len(set(short.values())) < len(short):
+        short = {host: host for host in by_host}
+    if len(by_host) == len(devices):
+        return {device.rank: short[device.host] for device in devices}
+    return {
+        rank: f"{short[host]}/{index}"
+        for host, ranks in by_host.items()
+        for index, rank in enumerate(sorted(ranks))
+    }
+
+
+def matrices(rows: Sequence[Row], devices: Sequence[DeviceInfo] = ()) -> list[PairMatrix]:
     """Return bandwidths at the largest size measured, latencies at the smallest."""
+    places = places_of(devices)
     pairs = (
         row
         for row in rows
         if row["status"] == "measured" and row["pair"] and row["family"] in _KINDS
     )
-    return [_matrix(group) for group in grouped(pairs, ("family", *_MATRIX_SETTING))]
+    groups = grouped(pairs, ("family", *_MATRIX_SETTING))
+    return [_matrix(group, places) for group in groups]
 
 
-def _matrix(rows: Sequence[Row]) -> PairMatrix:
+def _matrix(rows: Sequence[Row], places: Mapping[int, str]) -> PairMatrix:
     family = text(rows[0], "family")
     title, unit, more_is_better = _KINDS[family]
     sizes = [int(number(row, "size_bytes") or 0) for row in rows]
@@ -277,20 +308,21 @@ def _matrix(rows: Sequence[Row]) -> PairMatrix:
         and rows[0]["mode"] not in ("graph", "queued-ahead")
         and median(issues) > HOST_SHARE,
         links=tuple(link for _, link in sorted(links.items())),
+        places=places,
     )
 
 
 def matrix_lines(matrix: PairMatrix) -> list[str]:
     """Return the matrix, source by line and destination by column, then the slow links."""
     columns = [
-        given("from", COUNT, "from \\ to"),
-        *(given(str(rank), NUMBER) for rank in matrix.ranks),
+        given("from", TEXT if matrix.places else COUNT, "from \\ to"),
+        *(given(matrix.name(rank), NUMBER) for rank in matrix.ranks),
     ]
     values = {link[:2]: digits(link.value, 3) for link in matrix.links}
-    rows = [
-        {"from": rank, **{str(to): values.get((rank, to), "-") for to in matrix.ranks}}
-        for rank in matrix.ranks
-    ]
+    rows: list[Row] = []
+    for rank in matrix.ranks:
+        rates = {matrix.name(to): values.get((rank, to), "-") for to in matrix.ranks}
+        rows.append({**rates, "from": matrix.name(rank) if matrix.places else rank})
     unit = f"{matrix.title} ({matrix.unit})"
     return [
         f"{unit}, {format_bytes(matrix.size_bytes)} {matrix.setting}",
@@ -304,8 +336,8 @@ def slow_lines(matrix: PairMatrix) -> list[str]:
     if matrix.host_bound:
         return [f"{middle} {matrix.unit}, which is the host's: --mode graph times the link"]
     return [
-        f"slow: {link.source} -> {link.destination} {digits(link.value, 3)} {matrix.unit}, "
-        f"{middle}"
+        f"slow: {matrix.name(link.source)} -> {matrix.name(link.destination)} "
+        f"{digits(link.value, 3)} {matrix.unit}, {middle}"
         for link in matrix.slow
     ] or [f"no slow link, {middle} {matrix.unit}"]
 
@@ -313,7 +345,7 @@ def slow_lines(matrix: PairMatrix) -> list[str]:
 _SETTING = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")
 
 
-def comm_lines(rows: Sequence[Row]) -> list[str]:
+def comm_lines(rows: Sequence[Row], devices: Sequence[DeviceInfo] = ()) -> list[str]:
     """Return findings about collectives; none without rows."""
     if not rows:
         return []
@@ -328,7 +360,7 @@ def comm_lines(rows: Sequence[Row]) -> list[str]:
             for line in straggler(group)
             if line != NO_STRAGGLER
         ]
-    for matrix in matrices(rows):
+    for matrix in matrices(rows, devices):
         entries += [("pairs", f"{matrix.title}: {line}") for line in slow_lines(matrix)]
     entries += [("wrong", describe(row)) for row in rows if row["status"] == "wrong"]
     entries += [

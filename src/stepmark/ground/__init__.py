@@ -10,6 +10,7 @@
 - redaction.py: remove secrets from what is stored or printed.
 - files.py, read_text.py, json_text.py, reading.py: write files, read text, JSON and tables.
 - grouping.py: items by a key.
+- host_names.py: names of hosts, with ranges.
 - processes.py, signals.py, outer_launcher.py: processes, Ctrl-C, torchrun and srun.
 - workers.py: work in several processes of the program.
 - streams.py: standard streams that are closed, full or broken.

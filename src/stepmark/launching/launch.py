@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.host_names import parse_hosts, read_hosts
 from stepmark.ground.options import dashed, plain
-from stepmark.ground.read_text import read_whole
 from stepmark.ground.redaction import REDACTED, redact_variable, redact_words
 from stepmark.launching import scripts, slurm
 from stepmark.launching.launch_options import CHECK, TARGETS, LaunchOptions, SlurmJob
@@ -22,9 +22,6 @@ _HOST_SCRIPTS: dict[str, Callable[[LaunchOptions, Sequence[Setting], Sequence[st
     "ssh": scripts.ssh,
 }
 _LIST = "list"
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_RANGES = re.compile(r"([^\[\]]*)\[([0-9,-]+)\](.*)")
-_MAX_HOSTS = 2**17
 
 
 def run(options: LaunchOptions) -> int:
@@ -54,7 +51,7 @@ def run(options: LaunchOptions) -> int:
         hosts = read_hosts(options.hosts or "", has_users=target != "ssh")
         sys.stdout.write(_HOST_SCRIPTS[target](options, settings, hosts))
         return 0
-    script = scripts.slurm(options, settings)
+    script = scripts.slurm(options, settings, _num_nodes(options))
     if not options.submit:
         sys.stdout.write(script)
         return 0
@@ -168,47 +165,16 @@ def settings_of(options: LaunchOptions) -> tuple[Setting, ...]:
     return tuple(settings.values())
 
 
-def read_hosts(text: str, *, has_users: bool = True) -> tuple[str, ...]:
-    """Return the hosts that --hosts names, the first of which leads. Raises ConfigError.
-
-    has_users: a file may name a user and a port of each, which its reader uses.
-    """
-    if os.path.isfile(text):  # False for a list that is too long for a name
-        lines = read_whole(Path(text), "hosts").decode(errors="replace").splitlines()
-        entries = [line.split("#")[0].split() for line in lines]
-        # pssh's [user@]host[:port]; mpirun's "host slots=8"
-        pattern = r"^.*@|:\d+$" if has_users else "^$"
-        names = [re.sub(pattern, "", words[0]) for words in entries if words]
-    elif "/" in text:
-        raise ConfigError("hosts", text, "a file that exists, or names of hosts")
-    else:
-        names = [
-            name
-            for part in re.split(r",(?![^\[]*\])", text)
-            for name in _expanded(part.strip(), text)
-        ]
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise ConfigError("hosts", name, "a host name or IPv4 address")
-    if len(set(names)) < len(names) or not names:
-        repeated = next((name for name in names if names.count(name) > 1), text)
-        raise ConfigError("hosts", repeated, "one or more hosts, each named once")
-    return tuple(names)
-
-
-def _expanded(part: str, text: str) -> list[str]:
-    """Return the names of n[1-4,07]x; zeros in front are kept."""
-    if not (ranges := _RANGES.fullmatch(part)):
-        return [part]
-    head, inside, rest = ranges.groups()
-    numbers: list[str] = []
-    for span in inside.split(","):
-        low, dash, high = span.partition("-")
-        last = high if dash else low
-        if (
-            not (low.isdecimal() and last.isdecimal())
-            or not 0 <= int(last) - int(low) <= _MAX_HOSTS
-        ):
-            raise ConfigError("hosts", text, "names with ranges such as n[1-4,7]")
-        numbers += [f"{n:0{len(low)}}" for n in range(int(low), int(last) + 1)]
-    return [f"{head}{number}{end}" for number in numbers for end in _expanded(rest, text)]
+def _num_nodes(options: LaunchOptions) -> int:
+    """Return the hosts of a Slurm job: by default those of --nodelist. Raises ConfigError."""
+    if options.nodelist is None:
+        return options.nodes or 1
+    if "/" in options.nodelist:  # a file that Slurm reads
+        if options.nodes is None:
+            raise ConfigError("nodes", None, "give the number of hosts in --nodelist's file")
+        return options.nodes
+    num_named = len(parse_hosts(options.nodelist, "nodelist"))
+    if options.nodes is not None and options.nodes < num_named:
+        allowed = f"at least the {num_named} hosts that --nodelist names"
+        raise ConfigError("nodes", options.nodes, allowed)
+    return options.nodes or num_named

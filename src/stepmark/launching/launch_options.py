@@ -34,6 +34,10 @@ def _time_limit(text: str, field: str) -> str:
         seconds = round(parse_duration(text, field))
     except ConfigError:
         raise ConfigError(field, text, allowed) from None
+    return slurm_time(seconds)
+
+
+def slurm_time(seconds: int) -> str:
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
@@ -76,7 +80,7 @@ class RankLayout:
     """Hosts and ranks."""
 
     nodes: Annotated[int, between(1, 2**20)] | None = flag(
-        "hosts of Slurm [1]", "--nodes", "-N"
+        "hosts of Slurm [those of --nodelist, or 1]", "--nodes", "-N"
     )
     hosts: Line | None = flag(
         "hosts of the other targets: a,b or n[1-4], or a file with one per line"
@@ -98,7 +102,7 @@ class SlurmJob:
     account: Line | None = flag("account", "--account", "-A")
     qos: Line | None = flag("quality of service", "--qos", "-q", rare=True)
     time: Annotated[str, Reader(read=_time_limit, metavar="DURATION")] | None = flag(
-        "time limit: 30m, 2h, or HH:MM:SS", "--time", "-t"
+        "time limit: 30m, 2h, or HH:MM:SS [doctor: by its timeouts]", "--time", "-t"
     )
     nodelist: Line | None = flag(
         "hosts that it must have", "--nodelist", "-w", rare=True, metavar="HOSTS"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stepmark.ground.outer_launcher import BIND, HOSTS
-from stepmark.launching.launch_options import CHECK, RESUME, LaunchOptions
-from stepmark.launching.steps import NETWORK, Step, check_steps
+from stepmark.launching.launch_options import CHECK, RESUME, LaunchOptions, slurm_time
+from stepmark.launching.steps import NETWORK, Step, check_steps, time_limit_s
 from stepmark.measuring.job import HOST_RANK, KEY, NPROC, PORT
 from stepmark.model.fabrics import Setting
 
@@ -27,9 +27,13 @@ _OUT = "@OUT@"  # stands in a command for hosts where the script has its folder
 _NO_PRESET = "# No fabric preset: NCCL chooses the network (stepmark launch --fabric list)."
 
 
-def slurm(options: LaunchOptions, settings: Sequence[Setting]) -> str:
+def slurm(options: LaunchOptions, settings: Sequence[Setting], num_hosts: int) -> str:
     """Return an sbatch script."""
-    lines = [_LOGIN_SHELL if options.modules else _SHELL, *_directives(options, settings), ""]
+    steps = [Step(why="", arguments='"${arguments[@]}"')]
+    if options.words[0] == CHECK:
+        steps = check_steps(options, num_hosts)
+    shell = _LOGIN_SHELL if options.modules else _SHELL
+    lines = [shell, *_directives(options, settings, num_hosts), ""]
     lines += [f"module load {shlex.quote(name)} || exit 2" for name in options.modules or ()]
     hosts = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"'
     port = str(options.port or '"$((20000 + SLURM_JOB_ID % 10000))"')
@@ -45,9 +49,7 @@ def slurm(options: LaunchOptions, settings: Sequence[Setting]) -> str:
     lines += ["", f"out={out}"]
     if verb != RESUME:
         lines.append('mkdir -p "$out" || exit 2')
-    steps = [Step(why="", arguments='"${arguments[@]}"')]
     if verb == CHECK:
-        steps = check_steps(options, options.nodes or 1)
         lines.append(f'hosts="${HOSTS}"')
     else:
         lines.append(f'arguments=({verb} --out "$out" {shlex.join(rest)})')
@@ -86,16 +88,21 @@ def _with_reason(step: Step, command: str) -> list[str]:
     return [*lines, f"{NPROC}={step.nproc} {command}" if step.nproc else command]
 
 
-def _directives(options: LaunchOptions, settings: Sequence[Setting]) -> list[str]:
+def _directives(
+    options: LaunchOptions, settings: Sequence[Setting], num_hosts: int
+) -> list[str]:
+    time = options.time
+    if time is None and options.words[0] == CHECK:
+        time = slurm_time(time_limit_s(options, num_hosts))
     values = {
         "job-name": options.name,
-        "nodes": str(options.nodes or 1),
+        "nodes": str(num_hosts),
         "ntasks-per-node": "1",
         "gpus-per-node": str(options.gpus_per_node) if options.gpus_per_node else None,
         "partition": options.partition,
         "account": options.account,
         "qos": options.qos,
-        "time": options.time,
+        "time": time,
         "nodelist": options.nodelist,
         "exclude": options.exclude,
         "signal": "TERM@60",  # a minute for what is being measured to be recorded

@@ -1,19 +1,22 @@
 """What a script of several hosts runs, one after the other: one verb, or a check of nodes."""
 
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stepmark.ground.options import options
+from stepmark.ground.units import parse_duration
 from stepmark.launching.launch_options import LaunchOptions
-from stepmark.nodes.node_options import DoctorOptions
+from stepmark.nodes.node_options import LIST_S, MOST_FOR_ALL_PAIRS, TIMEOUT_S, DoctorOptions
 
 # Options of `doctor --nodes` that hosts measure by; the others are the verdict's.
-_MEASURED_BY = ("budget", "launches", "timeout")
+_MEASURED_BY = ("launches", "timeout")
 _NETWORK_BYTES = {"cuda": "64M", "cpu": "1M"}
 _NETWORK_LAUNCHES = {"cuda": "5", "cpu": "2"}
-_NETWORK_BUDGET = "300s"  # pairs with a host that hangs take a minute each
-_MOST_FOR_ALL_PAIRS = 20  # hosts; the number of pairs grows with their square
+_NETWORK_BUDGET_S = 300.0  # pairs with a host that hangs take a minute each
+_STARTS_S = 300.0  # of all steps: processes on all hosts, communicators, the verdict
+_TIME_STEP_S = 300  # to which a time limit is rounded up
 # Sets the option of the verdict that names the network's run, which may be missing.
 NETWORK = (
     'network=(); for run in "$out"/network/*/run.json; do '
@@ -44,12 +47,14 @@ def check_steps(launch: LaunchOptions, num_hosts: int) -> list[Step]:
     ranks = ["--device", device]
     if launch.nproc_per_node:
         ranks += ["--nproc", str(launch.nproc_per_node)]
-    measured_by = [word for name in _MEASURED_BY for word in given.get(name, ())]
+    budget_s = _budget_s(given, num_hosts)
+    measured_by = ["--budget", f"{budget_s:g}s"] if budget_s else []
+    measured_by += [word for name in _MEASURED_BY for word in given.get(name, ())]
     judged_by = [
         word
         for name, words in given.items()
         for word in words
-        if name not in (*_MEASURED_BY, "nodes")
+        if name not in (*_MEASURED_BY, "budget", "nodes")
     ]
     if launch.gpus_per_node:
         judged_by += ["--gpus-per-node", str(launch.gpus_per_node)]
@@ -63,8 +68,8 @@ def check_steps(launch: LaunchOptions, num_hosts: int) -> list[Step]:
         size = _NETWORK_BYTES[device]
         pairs = ["-b", size, "-e", size, "--device", device]
         pairs += given.get("launches", ["--launches", _NETWORK_LAUNCHES[device]])
-        pairs += given.get("budget", ["--budget", _NETWORK_BUDGET])
-        pairs += ["--partners", "2"] if num_hosts > _MOST_FOR_ALL_PAIRS else []
+        pairs += ["--budget", f"{budget_s or _NETWORK_BUDGET_S:g}s"]
+        pairs += ["--partners", "2"] if num_hosts > MOST_FOR_ALL_PAIRS else []
         steps.append(
             Step(
                 why="The network between hosts, by one rank of each.",
@@ -81,6 +86,27 @@ def check_steps(launch: LaunchOptions, num_hosts: int) -> list[Step]:
         )
     )
     return steps
+
+
+def time_limit_s(launch: LaunchOptions, num_hosts: int) -> int:
+    """Return the time within which `doctor --nodes` ends, even if a device hangs."""
+    given = _given(launch.words[1:])
+    timeout_s = _duration_s(given, "timeout") or TIMEOUT_S
+    network_s = _budget_s(given, num_hosts) or _NETWORK_BUDGET_S
+    total_s = LIST_S + 2 * timeout_s + _STARTS_S + (network_s if num_hosts > 1 else 0.0)
+    return math.ceil(total_s / _TIME_STEP_S) * _TIME_STEP_S
+
+
+def _budget_s(given: Mapping[str, Sequence[str]], num_hosts: int) -> float | None:
+    """Return --budget of each step that measures: devices and the network have half of it."""
+    budget_s = _duration_s(given, "budget")
+    return budget_s / 2 if budget_s and num_hosts > 1 else budget_s
+
+
+def _duration_s(given: Mapping[str, Sequence[str]], name: str) -> float | None:
+    if name not in given:
+        return None
+    return parse_duration(given[name][-1].rpartition("=")[2], name)
 
 
 def _given(words: Sequence[str]) -> dict[str, list[str]]:

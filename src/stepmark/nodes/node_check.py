@@ -5,7 +5,7 @@ in a folder that all hosts share.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -15,10 +15,12 @@ import msgspec
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import written
 from stepmark.ground.read_text import read_whole
+from stepmark.ground.units import GB, TFLOP
 from stepmark.store.codec import json_object, to_plain
 
 NODE_CHECK_SCHEMA = 1
 FOLDER = "nodes"
+UNITS = {"FLOP/s": (TFLOP, "TFLOP/s"), "B/s": (GB, "GB/s")}  # and how they are printed
 
 
 def host_of(place: str) -> str:
@@ -121,16 +123,32 @@ def read(file: Path, field: str = "from") -> NodeCheck:
         schema = plain.get("schema", "no schema")
         raise ConfigError(name, schema, f"a node check of schema {NODE_CHECK_SCHEMA}")
     try:
-        return msgspec.convert(plain, NodeCheck, strict=False)
+        check = msgspec.convert(plain, NodeCheck, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(
             name, plain.get("host", "no host"), f"a node check ({error})"
         ) from None
+    for figure in check.figures:
+        if len(figure.where) not in (1, 2) or figure.unit not in UNITS:
+            allowed = f"figures of one place or two, in {' or '.join(UNITS)}"
+            raise ConfigError(name, figure.name, allowed)
+    return check
 
 
-def read_all(folder: Path) -> list[NodeCheck]:
-    """Read the checks of all hosts in a folder, by name. Raises ConfigError."""
+def read_all(folder: Path, expected: Collection[str] = ()) -> list[NodeCheck]:
+    """Read the checks of all hosts in a folder, by name. Raises ConfigError.
+
+    A figure of a host that has no file is refused, unless the host is expected.
+    """
     files = sorted((folder / FOLDER).glob("*.json"))
     if not files:
         raise ConfigError("from", folder, f"a folder with {FOLDER}/HOST.json of some host")
-    return [read(file) for file in files]
+    checks = {file: read(file) for file in files}
+    hosts = {check.host for check in checks.values()}.union(expected)
+    for file, check in checks.items():
+        for figure in check.figures:
+            for host in map(host_of, figure.where):
+                if host not in hosts:
+                    allowed = f"of hosts that have a file; {host} has none"
+                    raise ConfigError(f"from {file}", "-".join(figure.where), allowed)
+    return list(checks.values())

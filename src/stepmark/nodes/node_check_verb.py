@@ -6,6 +6,7 @@ be interrupted. This process loads no driver. Hosts meet in files only.
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from stepmark.ground.files import write_text
 from stepmark.ground.options import argv, dashed, plain
 from stepmark.ground.packages import require
 from stepmark.ground.signals import catching
-from stepmark.ground.units import GB, MIB, TFLOP, plural
+from stepmark.ground.units import MIB, plural
 from stepmark.measuring import child, job
 from stepmark.measuring.delivery import make_folder, write_files
 from stepmark.measuring.machine import Machine
@@ -35,8 +36,20 @@ from stepmark.nodes import node_check
 from stepmark.nodes.device_check import result_of
 from stepmark.nodes.doctor_findings import Nic, nics
 from stepmark.nodes.node_check import Fact, NodeCheck, Remark, merged
-from stepmark.nodes.node_options import DoctorOptions
-from stepmark.nodes.node_verdict import FigureVerdict, FleetVerdict, Outcome, judge
+from stepmark.nodes.node_options import (
+    LIST_S,
+    MOST_FOR_ALL_PAIRS,
+    TIMEOUT_S,
+    DoctorOptions,
+)
+from stepmark.nodes.node_verdict import (
+    TOO_FEW,
+    FigureVerdict,
+    FleetVerdict,
+    Outcome,
+    is_too_wide,
+    judge,
+)
 from stepmark.store import plans
 from stepmark.store.reader import is_run, read_info
 from stepmark.store.runs import new_run_id
@@ -49,19 +62,19 @@ from stepmark.tables.columns import (
     WHOLE_SHARE,
     Row,
     given,
+    number,
 )
 from stepmark.tables.row_tables import print_lines
 from stepmark.tables.table import Table
 
 _DEVICE_CHECK = "stepmark.nodes.device_check"
 FAILING = "failing_nodes.txt"
+SLOW_LINKS = "slow_links.txt"  # source and destination, a link in each line
 _OUT = Path("node-check")
-_LIST_S = 120.0  # for a driver to list its devices
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
 # For collectives without --budget: enough for the start of ranks in all launches.
 _COMM_S = {"cuda": 120.0, "cpu": 30.0}
 _LAUNCHES = {"cuda": 5, "cpu": 2}  # Student's t over fewer than five has wide intervals
-_TIMEOUT_S = 600.0
 _MESSAGE_BYTES = {"cuda": 64 * MIB, "cpu": MIB}
 _FOR_VERDICT = (
     "nodes",
@@ -73,7 +86,6 @@ _FOR_VERDICT = (
     "json",
     "csv",
 )
-_SCALES = {"FLOP/s": (TFLOP, "TFLOP/s"), "B/s": (GB, "GB/s")}
 _MOST_FIGURES = 40  # of those that are healthy, on a terminal
 _FABRIC = "network between hosts: give a run of comm p2p-matrix on them as --pairs"
 
@@ -86,7 +98,7 @@ def run(options: DoctorOptions) -> int:
         for name, value in plain(options).items():
             if name not in _FOR_VERDICT:
                 raise ConfigError(dashed(name), value, "it has no effect with --from")
-        checks = node_check.read_all(options.read_from)
+        checks = node_check.read_all(options.read_from, options.expect or ())
         if options.pairs is not None:
             checks = _with_pairs(checks, options.pairs, options.expect or ())
         return _conclude(checks, options, options.read_from)
@@ -159,11 +171,22 @@ def _with_pairs(
         return list(checks)
     if result == empty:
         raise ConfigError("pairs", path, "a run of comm p2p-matrix on two hosts or more")
-    others = [
-        replace(check, not_tested=tuple(r for r in check.not_tested if r.text != _FABRIC))
-        for check in checks
-    ]
+    num_ranks = Counter(names.get(_short(host)) for host in hosts.values())
+    others = [_with_fabric(check, num_ranks[check.host]) for check in checks]
     return [merged(others[0], [result]), *others[1:]]
+
+
+def _with_fabric(check: NodeCheck, num_ranks: int) -> NodeCheck:
+    """Return the check of a host on which so many ranks have measured the network."""
+    not_tested = [remark for remark in check.not_tested if remark.text != _FABRIC]
+    num_others = check.num_devices - num_ranks
+    if num_others > 0:
+        text = (
+            f"ways of {num_others} of {check.num_devices} GPUs to the network: "
+            f"{plural(num_ranks, 'rank')} of each host measured it"
+        )
+        not_tested.append(Remark(where=check.host, text=text))
+    return replace(check, not_tested=tuple(not_tested))
 
 
 def _slower(rates: Sequence[float | None]) -> float | None:
@@ -177,10 +200,6 @@ def _short(host: str) -> str:
 
 def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path) -> int:
     """Print the verdict and write its files. Returns the exit code."""
-    for host in options.expect or ():
-        if "[" in host or "]" in host:
-            allowed = "names with commas between them (scontrol show hostnames lists them)"
-            raise ConfigError("expect", host, allowed)
     verdict = judge(
         checks,
         floor=options.floor,
@@ -189,11 +208,15 @@ def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path)
     )
     hosts = verdict.failing_hosts
     write_text(folder / FAILING, ",".join(hosts) + "\n" if hosts else "", "out")
+    links = verdict.slow_links
+    lines = [f"{source} {destination}\n" for source, destination in links]
+    write_text(folder / SLOW_LINKS, "".join(lines), "out")
     document = {
         "nodes": msgspec.to_builtins(verdict.nodes),
         "figures": rows(verdict),
         "differences": verdict.differences,
         "unknown": verdict.unknown,
+        "slow_links": links,
         "remarks": [
             {"kind": kind, "where": remark.where, "text": remark.text}
             for check in checks
@@ -205,11 +228,32 @@ def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path)
     if not options.to_stdout:
         printed(verdict, checks)
     sys.stderr.write(f"nodes to avoid: {len(hosts)}, in {folder / FAILING}\n")
+    if links:
+        sys.stderr.write(
+            f"slow links of unknown cause: {len(links)}, in {folder / SLOW_LINKS}; test their "
+            f"hosts again with good ones:\n  {retest_command(verdict)}\n"
+        )
     return exit_code(verdict)
 
 
+def retest_command(verdict: FleetVerdict) -> str:
+    """Return what checks the hosts of slow links again, with two that are healthy."""
+    ends = list(dict.fromkeys(host for link in verdict.slow_links for host in link))
+    good = [node.host for node in verdict.nodes if node.outcome is Outcome.HEALTHY]
+    good = [*good, "GOOD1", "GOOD2"][:2]
+    hosts = ",".join([*ends[: MOST_FOR_ALL_PAIRS - len(good)], *good])
+    target = f"--slurm -w {hosts}" if shutil.which("sbatch") else f"--ssh --hosts {hosts}"
+    num_gpus = max(node.num_devices for node in verdict.nodes)
+    ranks = f"--gpus-per-node {num_gpus}" if num_gpus else "--nproc-per-node 1"
+    return f"stepmark launch {target} {ranks} -- doctor --nodes"
+
+
 def _interval(row: Row) -> str:
-    return f"{RATIO.show(row['low'])} to {RATIO.show(row['high'])}" if row["low"] else ""
+    low = number(row, "low")
+    high = number(row, "high")
+    if low is None or high is None:
+        return ""
+    return TOO_FEW if is_too_wide(low, high) else f"{RATIO.show(low)} to {RATIO.show(high)}"
 
 
 _COLUMNS = (
@@ -240,7 +284,7 @@ def rows(verdict: FleetVerdict) -> list[Row]:
 
 def _row(verdict: FigureVerdict) -> Row:
     figure = verdict.figure
-    scale, unit = _SCALES[figure.unit]
+    scale, unit = node_check.UNITS[figure.unit]
     value = figure.value
     return {
         "where": "-".join(figure.where),
@@ -371,11 +415,11 @@ class _Host:
     def _machine(self, folder: Path) -> tuple[Machine | None, str]:
         """Return the machine, which another process examines, or why it is not known."""
         words = [_DEVICE_CHECK, "list", self.options.device or ""]
-        ended = self._run(folder / "list", words, _LIST_S)
+        ended = self._run(folder / "list", words, LIST_S)
         if ended.exit_code == 0:
             answer = json.loads((folder / "list.out").read_text())
             return Machine(**answer), ""
-        return None, _how_it_ended(ended, _LIST_S, "listing devices", folder / "list.err")
+        return None, _how_it_ended(ended, LIST_S, "listing devices", folder / "list.err")
 
     def _device(
         self, index: int, count: int, device: str, folder: Path, empty: NodeCheck
@@ -390,7 +434,7 @@ class _Host:
         end = str(end_s) if self.options.budget else ""
         launches = self.options.launches or _LAUNCHES[device]
         words = [_DEVICE_CHECK, "check", str(file), device, place, end, str(launches)]
-        limit_s = self.options.timeout or _TIMEOUT_S
+        limit_s = self.options.timeout or TIMEOUT_S
         ended = self._run(stem, words, limit_s, _only(index, count, device))
         result = node_check.read(file, "out") if file.is_file() else empty
         if ended.exit_code == 0:
@@ -404,7 +448,7 @@ class _Host:
         self, count: int, device: str, folder: Path, empty: NodeCheck
     ) -> NodeCheck:
         """Measure pairs and an all-reduce through `stepmark comm`."""
-        limit_s = self.options.timeout or _TIMEOUT_S
+        limit_s = self.options.timeout or TIMEOUT_S
         runs = folder / "comm"
         options = CommOptions(
             names=(MATRIX_OF_PAIRS, "all_reduce"),

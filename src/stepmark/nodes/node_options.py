@@ -4,8 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from stepmark.ground.host_names import parse_hosts
 from stepmark.ground.option_groups import OUT, Files
-from stepmark.ground.options import Duration, Share, Words, between, flag, group, words_of
+from stepmark.ground.options import Duration, Reader, Share, between, flag, group, words_of
+
+# Hosts of a job up to which it measures all pairs of them: their number grows as the square.
+MOST_FOR_ALL_PAIRS = 20
+LIST_S = 120.0  # for a driver to list its devices
+TIMEOUT_S = 600.0  # for a device, and again for all collectives of a host
+Hosts = Annotated[
+    tuple[str, ...],
+    Reader(read=parse_hosts, show=",".join, metavar="HOSTS", is_sequence=True),
+]
 
 
 @group
@@ -20,10 +30,8 @@ class NodeChecks:
     pairs: Path | None = flag(
         "with --from: a run of `comm p2p-matrix` on these hosts, for the network", metavar="RUN"
     )
-    expect: Words | None = flag(
-        "hosts that must have written into --from, comma-separated",
-        rare=True,
-        metavar="HOST,...",
+    expect: Hosts | None = flag(
+        "hosts that must have written into --from: a,b or n[1-4]", rare=True
     )
     gpus_per_node: Annotated[int, between(0, 1024)] | None = flag(
         "a host with others fails", rare=True

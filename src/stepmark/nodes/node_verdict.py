@@ -5,12 +5,13 @@ docs/howto/check-nodes.md derives the rules.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
 
 from stepmark.ground import verdicts
+from stepmark.ground.grouping import group_by
 from stepmark.ground.launches import Row, Sample
 from stepmark.ground.ratio import Ratio
 from stepmark.job_logs.nccl_log.network_rules import comma_list
@@ -23,6 +24,11 @@ LEAST_SHARE = {"gemm": 0.4, "copy": 0.5}
 # Share of a network port's rate below which two directions that agree may both be slow.
 LEAST_OF_PORT = 0.5
 MIN_OTHERS = 2  # of figures that are more than two
+# An interval whose ends are farther apart says only that there were too few launches:
+# Student's t of two launches is 64.
+_MOST_WIDTH = 4.0
+TOO_FEW = "too few launches"
+_DIRECTIONS = ("out of", "into")  # by the end of a pair: source, destination
 
 
 class Outcome(StrEnum):
@@ -72,13 +78,15 @@ class FleetVerdict:
     """All hosts by name, and all their figures.
 
     differences: properties that are not equal on all of them. unknown: what two alone cannot
-    tell.
+    tell. slow_links: source and destination of pairs of hosts that are slow, neither of which
+    is known to be the cause.
     """
 
     nodes: tuple[NodeVerdict, ...]
     figures: tuple[FigureVerdict, ...]
     differences: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    slow_links: tuple[tuple[str, str], ...] = ()
 
     @property
     def failing_hosts(self) -> tuple[str, ...]:
@@ -116,7 +124,9 @@ def judge(
         for v in figures
         if len(v.figure.where) == 1
     ]
-    for reason in (*of_places, *_of_pairs(figures)):
+    pairs = _all_pairs(figures)
+    of_pairs = (reason for group in pairs for reason in _of_pairs(group))
+    for reason in (*of_places, *of_pairs):
         reasons[host_of(reason.place)].append(reason)
     return FleetVerdict(
         nodes=tuple(
@@ -131,6 +141,7 @@ def judge(
         figures=figures,
         differences=tuple(_differences(checks)),
         unknown=tuple(_unknown(figures)),
+        slow_links=tuple(dict.fromkeys(_slow_links(pairs))),
     )
 
 
@@ -260,6 +271,9 @@ def _judge_figure(
     elif low >= 1 - floor:
         reason = ""
         outcome = Outcome.HEALTHY
+    elif is_too_wide(low, high):
+        reason = f"{TOO_FEW} ({len(figure.values)})"
+        outcome = Outcome.CANNOT_TELL
     else:
         reason = f"{low:.3f} to {high:.3f} of {reference}"
         outcome = Outcome.CANNOT_TELL
@@ -278,6 +292,11 @@ def _judge_figure(
         low=low,
         high=high,
     )
+
+
+def is_too_wide(low: float, high: float) -> bool:
+    """Return whether an interval of a ratio is too wide to say anything of it."""
+    return high > _MOST_WIDTH * low
 
 
 def _medians_of_others(figures: Sequence[Figure]) -> list[list[float]]:
@@ -319,35 +338,103 @@ def _shifted(rank: int, left_out: Sequence[int]) -> int:
     return rank + bisect_right(places, rank, key=lambda place: left_out[place] - place)
 
 
-def _of_pairs(figures: Iterable[FigureVerdict]) -> Iterator[_Reason]:
-    """Yield the reasons from figures of pairs.
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Figures of pairs that are comparable, and the places that explain the slow ones.
 
-    A place is slow if all its pairs are, while pairs among others are not. A slow pair of two
-    other places does not tell which of them is the cause.
+    causes: by place the ends at which it is slow: 0 as source, 1 as destination.
     """
-    groups: dict[tuple[str, str, str], list[FigureVerdict]] = {}
-    for verdict in figures:
-        if len(verdict.figure.where) == 2:
-            figure = verdict.figure
-            groups.setdefault((figure.name, figure.unit, figure.device), []).append(verdict)
-    for (name, _, _), members in groups.items():
-        pairs: dict[str, list[FigureVerdict]] = {}
+
+    members: Sequence[FigureVerdict]
+    causes: Mapping[str, Collection[int]]
+
+    @property
+    def name(self) -> str:
+        return self.members[0].figure.name
+
+    def is_explained(self, verdict: FigureVerdict) -> bool:
+        """Return whether an end of a pair is known to be slow."""
+        places = verdict.figure.where
+        return any(end in self.causes.get(place, ()) for end, place in enumerate(places))
+
+
+def _all_pairs(figures: Iterable[FigureVerdict]) -> list[_Pairs]:
+    """Return figures of pairs by what is comparable.
+
+    A place is slow if all its pairs are, while pairs among others are not. Of the other pairs,
+    those out of a place and those into it are judged by themselves.
+    """
+    groups = group_by(
+        (verdict for verdict in figures if len(verdict.figure.where) == 2),
+        lambda verdict: (verdict.figure.name, verdict.figure.unit, verdict.figure.device),
+    )
+    result = []
+    for members in groups.values():
+        if all(verdict.outcome in _BAD for verdict in members):
+            result.append(_Pairs(members, {}))  # nothing tells them from the others
+            continue
+        is_slow: dict[str, bool] = {}
         for verdict in members:
             for place in verdict.figure.where:
-                pairs.setdefault(place, []).append(verdict)
-        suspects = {
-            place for place, own in pairs.items() if all(v.outcome in _BAD for v in own)
-        }
-        if all(verdict.outcome in _BAD for verdict in members):
-            suspects = set()  # nothing tells them from the others
-        for place, own in pairs.items():
-            if place in suspects:
-                text = f"{name}: all {len(own)} pairs are slow"
-                yield _Reason(place, Outcome.SLOW, text)
-            else:
-                yield _of_good_end(
-                    place, name, [v for v in own if not suspects & set(v.figure.where)]
-                )
+                is_slow[place] = is_slow.get(place, True) and verdict.outcome in _BAD
+        whole = {place: (0, 1) for place, slow in is_slow.items() if slow}
+        rest = [v for v in members if not whole.keys() & set(v.figure.where)]
+        result.append(_Pairs(members, {**_slow_ends(rest), **whole}))
+    return result
+
+
+def _slow_ends(pairs: Iterable[FigureVerdict]) -> dict[str, set[int]]:
+    """Return the places all of whose pairs in one direction are slow, with that end.
+
+    Two of these pairs at least have another end that is no such place: a single slow link, or
+    a pair of two suspects, does not tell which end is the cause.
+    """
+    by_end: dict[tuple[str, int], list[FigureVerdict]] = {}
+    for verdict in pairs:
+        for end, place in enumerate(verdict.figure.where):
+            by_end.setdefault((place, end), []).append(verdict)
+    suspects = {key for key, own in by_end.items() if all(v.outcome in _BAD for v in own)}
+    ends: dict[str, set[int]] = {}
+    for place, end in suspects:
+        opposite = 1 - end
+        others = [verdict.figure.where[opposite] for verdict in by_end[place, end]]
+        if sum((other, opposite) not in suspects for other in others) > 1:
+            ends.setdefault(place, set()).add(end)
+    return ends
+
+
+def _of_pairs(pairs: _Pairs) -> Iterator[_Reason]:
+    """Yield the reasons from figures of pairs.
+
+    A slow pair of which neither end is known to be slow does not tell which is the cause.
+    """
+    by_place: dict[str, list[FigureVerdict]] = {}
+    for verdict in pairs.members:
+        for place in verdict.figure.where:
+            by_place.setdefault(place, []).append(verdict)
+    for place, own in by_place.items():
+        ends = pairs.causes.get(place, ())
+        if len(ends) == 2:
+            text = f"{pairs.name}: all {len(own)} pairs are slow"
+            yield _Reason(place, Outcome.SLOW, text)
+            continue
+        for end in ends:
+            count = sum(verdict.figure.where[end] == place for verdict in own)
+            text = f"{pairs.name}: all {count} pairs {_DIRECTIONS[end]} it are slow"
+            yield _Reason(place, Outcome.SLOW, text)
+        rest = [verdict for verdict in own if not pairs.is_explained(verdict)]
+        if rest or not ends:
+            yield _of_good_end(place, pairs.name, rest)
+
+
+def _slow_links(pairs: Iterable[_Pairs]) -> Iterator[tuple[str, str]]:
+    """Yield source and destination of slow pairs of two hosts that no slow host explains."""
+    for group in pairs:
+        for verdict in group.members:
+            source, destination = map(host_of, verdict.figure.where)
+            is_slow = verdict.outcome in _BAD and not group.is_explained(verdict)
+            if is_slow and source != destination:
+                yield source, destination
 
 
 def _of_good_end(place: str, name: str, pairs: Sequence[FigureVerdict]) -> _Reason:

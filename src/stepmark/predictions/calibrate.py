@@ -250,7 +250,7 @@ def _lines(run: View, path: Path) -> Iterator[str]:
             yield f"{'kernels':<{LEAD}}{_kernel_text(record, path)}"
         if record.training and HOST in roles:
             yield f"{'host':<{LEAD}}{_host_text(record)}"
-    yield from comm_lines(run.comm_rows)
+    yield from comm_lines(run.comm_rows, run.run.environment.devices)
     of_ops: dict[Op, list[str]] = {}
     for record in records:
         if isinstance(record.case, OpCase):

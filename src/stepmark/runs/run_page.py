@@ -97,7 +97,7 @@ def _summary(
     has_operators = bool(rows) or not (comm_rows or train_rows)
     if not has_operators:
         summary = summary[:1]  # the device; there is nothing to count
-    summary += comm_lines(comm_rows) + train_lines(train_rows)
+    summary += comm_lines(comm_rows, environment.devices) + train_lines(train_rows)
     lines = [(line[:LEAD].strip(), line[LEAD:]) for line in summary]
     lines += [("peaks", peaks)] if has_operators or train_rows else []
     lines += [("rate", "; ".join(rates))] if has_operators else []

@@ -84,7 +84,9 @@ def print_run(path: Path, run: View) -> None:
     report = step_report(path, run)
     if report is not None:
         operators = summary.summary_lines(info, run.rows) if run.rows else []
-        others = comm_lines(run.comm_rows) + summary.train_lines(run.train_rows)
+        others = comm_lines(run.comm_rows, environment.devices) + summary.train_lines(
+            run.train_rows
+        )
         print_text(("", *operators, *others, *report.lines()))
 
 
