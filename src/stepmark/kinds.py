@@ -10,6 +10,7 @@ KINDS |= {
         options_of="stepmark.operators.op_options:options_of",
         columns="stepmark.operators.op_columns:OP_COLUMNS",
         rows="stepmark.operators.op_columns:rows",
+        print_rows="stepmark.operators.op_printing:print_operators",
         bench="stepmark.operators.bench.bench:OperatorBench",
     ),
     "comm": Kind(

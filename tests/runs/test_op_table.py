@@ -38,6 +38,14 @@ def test_products_and_attention_of_the_plan_are_those_of_the_step(model: str) ->
     assert of_plan + of_kernels == step.flops > 0
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_the_places_of_an_operator_have_all_its_calls(model: str) -> None:
+    (step,), cases = steps_and_cases(model=model)
+    for case in cases:
+        calls = sum(label.per_step or 0 for label in case.labels)
+        assert calls == step.calls(case.op), case
+
+
 def test_a_dense_step_has_six_flops_per_weight_and_token() -> None:
     """And those of the causal half of attention: PaLM, appendix B."""
     (step,), _ = steps_and_cases(model="llama-3.1-8b", mbs=(2,))
