@@ -5,7 +5,7 @@ from tests.tables.records import FAST, attention, gemm, measured, run_info
 
 from stepmark.cases.case import Label, OpCase
 from stepmark.cases.record import Record, Skipped
-from stepmark.model.ops import Phase
+from stepmark.model.ops import Gemm, Phase
 from stepmark.operators.op_columns import rows
 from stepmark.operators.op_printing import step_lines
 
@@ -45,7 +45,7 @@ def test_the_longest_operator_of_a_step_is_first() -> None:
 
 def test_what_was_not_measured_is_counted() -> None:
     out = Label(model="m", role="out", phase=Phase.FWD, per_step=2, mbs=1)
-    skipped = Skipped(run_id="r", case=gemm(FAST, out), reason="no memory")
+    skipped = Skipped(run_id="r", case=gemm(Gemm(m=64, n=64, k=64), out), reason="no memory")
     lines = [*step_lines(rows([*records(), skipped], run_info()))]
     assert lines[-1] == "1 operator of the step was not measured, or wrong."
 

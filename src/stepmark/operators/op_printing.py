@@ -41,7 +41,7 @@ def step_lines(rows: Sequence[Row]) -> Iterator[str]:
             "operators, each by its fastest row, without communication and other operators:"
         )
         yield ""
-        roles = [
+        roles: list[Row] = [
             {
                 "role": role,
                 "calls_per_step": sum(
@@ -52,7 +52,7 @@ def step_lines(rows: Sequence[Row]) -> Iterator[str]:
             }
             for role, of_role in group_by(own, lambda row: text(row, "role")).items()
         ]
-        roles.sort(key=lambda row: -row["time_per_step_s"])
+        roles.sort(key=lambda row: number(row, "time_per_step_s") or 0.0, reverse=True)
         columns = [
             given("role", heading="operator"),
             given("calls_per_step", COUNT, "x"),
