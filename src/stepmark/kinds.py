@@ -36,7 +36,7 @@ KINDS |= {
 
 _LIST = "stepmark.runs.dry_run:show"
 PLAN_VERBS |= {
-    "op": PlanVerb(show="stepmark.operators.op:show", list_plan=_LIST),
+    "op": PlanVerb(show="stepmark.runs.op_run:show", list_plan=_LIST),
     "check": PlanVerb(show="stepmark.comparison.check:show", list_plan=_LIST),
     "comm": PlanVerb(show="stepmark.collectives.comm:show", list_plan=_LIST),
     "train": PlanVerb(show="stepmark.training.train:show", list_plan=_LIST),
