@@ -33,7 +33,6 @@ from stepmark.tables.columns import (
     TEXT,
     Column,
     Row,
-    View,
     rows_of,
     text,
 )
@@ -50,6 +49,7 @@ from stepmark.tables.outcomes import (
     percent,
     rank_words,
     ratio,
+    spread_words,
     status_words,
     validity,
 )
@@ -341,8 +341,9 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
         figure(lambda f: f.spread_pct),
         PERCENT,
         "+- %",
-        frozenset({View.CONSOLE}),
+        CONSOLE,
         3,
+        words=spread_words,
     ),
     Column("n", figure(lambda f: f.times.n), COUNT, "", PAGE),
     Column("calls_per_sample", figure(lambda f: f.calls_per_sample), COUNT),

@@ -8,7 +8,7 @@ from stepmark.ground.grouping import group_by
 from stepmark.ground.units import format_time, plural
 from stepmark.operators.op_columns import OP_COLUMNS
 from stepmark.tables.columns import COUNT, SECONDS, SHARE, Row, given, number, text
-from stepmark.tables.row_tables import print_lines, print_rows
+from stepmark.tables.row_tables import print_lines, print_rows, unique_cases, validity_counts
 from stepmark.tables.table import Table
 
 if TYPE_CHECKING:
@@ -18,9 +18,15 @@ _STEP = ("model", "mbs", "scale", "num_ranks")
 
 
 def print_operators(rows: Sequence[Row], console: "Console") -> None:
-    """Print the rows, then the operators of each step, the longest first."""
+    """Print the rows, the operators of each step, and how many rows are doubtful."""
     print_rows(rows, console, OP_COLUMNS)
-    print_lines(step_lines(rows), console)
+    print_lines((*step_lines(rows), *doubtful_lines(rows)), console)
+
+
+def doubtful_lines(rows: Sequence[Row]) -> list[str]:
+    """Return how many cases each reason speaks against; none without any."""
+    counted = validity_counts(unique_cases(rows))
+    return ["", f"doubtful: {counted}"] if counted else []
 
 
 def step_lines(rows: Sequence[Row]) -> Iterator[str]:
