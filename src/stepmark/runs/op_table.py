@@ -46,9 +46,7 @@ from stepmark.workloads.operators import ModelShape, StepPart, step_parts
 
 _WIDTH = 80
 _MAX_OPERATOR = 22  # characters of the places of an operator
-_SHARE_TEXT = (
-    "Of time: of the step's predicted times, where nothing is predicted of the least ones."
-)
+_SHARE_TEXT = "Of time: of predicted times, and of least ones where none is predicted."
 _PASSES = {"optim": ""}  # an optimizer's role says it
 
 
@@ -191,7 +189,7 @@ def lines(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> Itera
     yield from _table(rows, _columns(rows, steps))
     if any(step.time_s is not None for step in steps):
         yield ""
-        yield from textwrap.wrap(_SHARE_TEXT, _WIDTH)
+        yield _SHARE_TEXT
     if notes := _backend_text([case for case, _ in planned]):
         yield ""
         yield from textwrap.wrap(notes, _WIDTH)
