@@ -10,6 +10,7 @@ KINDS |= {
         options_of="stepmark.operators.op_options:options_of",
         columns="stepmark.operators.op_columns:OP_COLUMNS",
         rows="stepmark.operators.op_columns:rows",
+        print_rows="stepmark.operators.op_printing:print_operators",
         bench="stepmark.operators.bench.bench:OperatorBench",
     ),
     "comm": Kind(
@@ -35,7 +36,7 @@ KINDS |= {
 
 _LIST = "stepmark.runs.dry_run:show"
 PLAN_VERBS |= {
-    "op": PlanVerb(show="stepmark.operators.op:show", list_plan=_LIST),
+    "op": PlanVerb(show="stepmark.runs.op_run:show", list_plan=_LIST),
     "check": PlanVerb(show="stepmark.comparison.check:show", list_plan=_LIST),
     "comm": PlanVerb(show="stepmark.collectives.comm:show", list_plan=_LIST),
     "train": PlanVerb(show="stepmark.training.train:show", list_plan=_LIST),

@@ -60,6 +60,10 @@ def test_functions_are_measured_and_compared_after_an_edit(
         assert row["gb_per_s"] == pytest.approx(8 * size / row["time_s"] / 1e9)
         assert row["num_wrong"] == 0
         assert row["launches"] == 2
+    printed = capsys.readouterr().out
+    assert "other / build" in printed, "the ratio of functions with the same arguments"
+    assert "other: geometric mean" in printed
+    assert "over 2 lines" in printed
     first = only_run(tmp_path / "runs")
     (tmp_path / "kernel.py").write_text(f"{FILE}\n# edited\n")
     assert status([*words, "--resume", first.name]) == 2, "the kernel is another one"
@@ -68,7 +72,17 @@ def test_functions_are_measured_and_compared_after_an_edit(
     assert status(["compare", str(first), str(find_run(tmp_path / "runs", "latest"))]) == 0
     out, err = capsys.readouterr()
     assert "n=1024" in out
-    assert "digest differs" in out + err
+    assert "kernel.py was edited before" in out
+    assert "sweep --env" not in out + err
+
+
+def test_functions_of_one_launch_have_a_ratio_and_the_way_to_a_verdict(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status(["op", "custom", "kernel.py:build,other", *CPU]) == 0
+    out = capsys.readouterr().out
+    assert "other / build" in out
+    assert "no verdict without repeats: measure with --launches 3" in out
 
 
 def test_a_wrong_kernel_is_said_and_the_exit_code_is_1(

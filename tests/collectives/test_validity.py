@@ -12,8 +12,8 @@ from stepmark.cases.record import HostLoad, Measured, Telemetry
 from stepmark.collectives import comm_columns, nccl_tests
 from stepmark.collectives.comm_remarks import comm_lines
 from stepmark.model.ops import Copy, Gemm
-from stepmark.operators import op_columns
-from stepmark.runs.summary import summary_lines, train_lines
+from stepmark.operators import op_columns, op_printing
+from stepmark.runs.summary import train_lines
 from stepmark.tables.columns import Row
 from stepmark.tables.row_tables import print_rows
 from stepmark.training import train_columns
@@ -152,9 +152,8 @@ def test_rows_in_cache_are_named_under_the_table() -> None:
 def test_summaries_count_each_reason() -> None:
     doubtful = with_load(with_samples(measured(COPY, 1.0), 0.5, 1.0, 1.5), LOADS["busy host"])
     table = op_columns.rows([doubtful, measured(gemm(FAST), 1.0)], run_info())
-    assert "doubtful   busy host 1, spread above 20 % 1 (of 2)" in summary_lines(
-        run_info(), table
-    )
+    counted = "doubtful: busy host 1, spread above 20 % 1 (of 2)"
+    assert op_printing.doubtful_lines(table)[-1] == counted
     comm = with_load(
         comm_measured(comm_case(num_ranks=2), [[1e-3] * 5] * 2), LOADS["CPU steal"]
     )
@@ -166,4 +165,14 @@ def test_summaries_count_each_reason() -> None:
     table = train_columns.rows([train], train_run(2))
     assert "doubtful   busy host 1 (of 1)" in train_lines(table)
     calm = op_columns.rows([measured(COPY, 1.0)], run_info())
-    assert not any("doubtful" in line for line in summary_lines(run_info(), calm))
+    assert op_printing.doubtful_lines(calm) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [((0.5, 1.0, 1.5), "40.0"), ((0.1, 1.0, 9.0), "unknown"), ((1.0,), "")],
+)
+def test_a_spread_above_the_time_is_unknown(seconds: tuple[float, ...], shown: str) -> None:
+    (column,) = (each for each in op_columns.OP_COLUMNS if each.name == "spread_pct")
+    (row,) = op_columns.rows([with_samples(measured(COPY, 1.0), *seconds)], run_info())
+    assert column.shown(row) == shown

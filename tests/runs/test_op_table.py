@@ -1,5 +1,6 @@
 """A plan of operators as tables: a step is the sum of its operators, 80 columns wide."""
 
+import json
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.options import plain
 from stepmark.measuring.machine import machine
 from stepmark.model.device import find_device_by_alias
-from stepmark.model.ops import CrossEntropy, Gemm
+from stepmark.model.ops import Gemm
 from stepmark.operators.op_options import LAYER, LayerOptions
 from stepmark.operators.op_plan import layer_cases
 from stepmark.runs import op_table
+from stepmark.tables.columns import number
 
 MODELS = ("llama-3.1-8b", "deepseek-v3", "gpt-oss-20b", "qwen3-next-80b-a3b")
 
@@ -38,6 +40,14 @@ def test_products_and_attention_of_the_plan_are_those_of_the_step(model: str) ->
     assert of_plan + of_kernels == step.flops > 0
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_the_places_of_an_operator_have_all_its_calls(model: str) -> None:
+    (step,), cases = steps_and_cases(model=model)
+    for case in cases:
+        calls = sum(label.per_step or 0 for label in case.labels)
+        assert calls == step.calls(case.op), case
+
+
 def test_a_dense_step_has_six_flops_per_weight_and_token() -> None:
     """And those of the causal half of attention: PaLM, appendix B."""
     (step,), _ = steps_and_cases(model="llama-3.1-8b", mbs=(2,))
@@ -49,14 +59,33 @@ def test_a_dense_step_has_six_flops_per_weight_and_token() -> None:
     assert step.flops == pytest.approx(6 * in_products * tokens + attention, rel=1e-4)
 
 
-def test_shares_add_up_and_alternatives_have_none() -> None:
-    (step,), cases = steps_and_cases(model="llama-3.1-8b")
-    rows = {op: op_table._in_steps(op, [step]) for op in {case.op for case in cases}}
-    chunked = [op for op in rows if isinstance(op, CrossEntropy) and op.chunks > 1]
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_add_up_to_the_step(model: str) -> None:
+    (step,), cases = steps_and_cases(model=model)
+    rows = op_table._merged([(case, plan_row(case)) for case in cases], [step])
+    chunked = [row for row in rows if str(row["operator"]).startswith("loss_chunked")]
     assert chunked
-    assert {rows[op]["share_of_step_pct"] for op in chunked} == {None}
-    total = sum(row["share_of_step_pct"] or 0 for row in rows.values())  # type: ignore[misc]
-    assert 95 < total < 100, "residuals and gradients of embeddings are no operators"
+    assert {row["share_of_step_pct"] for row in chunked} == {None}, "instead of the loss"
+    assert rows[-1]["operator"] == "other operators"
+    in_step = [row for row in rows if row["calls_per_step"]]
+    assert sum(number(row, "share_of_step_pct") or 0 for row in rows) == pytest.approx(100)
+    for name, whole in (("flops", step.flops), ("least_s", step.least_s)):
+        parts = [
+            (number(row, "calls_per_step") or 0) * (number(row, name) or 0) for row in in_step
+        ]
+        assert sum(parts) == pytest.approx(whole)
+
+
+def plan_row(case: OpCase) -> dict[str, Any]:
+    label = case.labels[0]
+    device = find_device_by_alias("h200")
+    row = dict.fromkeys(("predicted_s", "model", "mbs", "dtype", "shape", "family"))
+    return row | {
+        "role": label.role,
+        "pass": label.phase,
+        "flops": case.op.flops,
+        "least_s": op_table.least_s(case.op, device),
+    }
 
 
 def test_equal_operators_are_counted_in_all_their_places() -> None:
@@ -66,8 +95,10 @@ def test_equal_operators_are_counted_in_all_their_places() -> None:
     assert gate in {case.op for case in cases}
     assert step.calls(gate) == 64
     share = op_table._in_steps(gate, [step])["share_of_step_pct"]
-    assert step.least_s is not None
-    assert share == pytest.approx(100 * 64 * gate.flops / 989.4e12 / step.least_s, rel=1e-3)
+    cost = op_table.predicted(gate, "torch", step.device)
+    assert cost is not None
+    assert step.time_s is not None
+    assert share == pytest.approx(100 * 64 * cost.total_s / step.time_s), "predicted times"
 
 
 def test_what_steps_have_differently_is_unknown() -> None:
@@ -108,6 +139,30 @@ def test_lines_have_at_most_80_columns(
     if "norm" not in words:
         answer = " ".join(lines[:2])
         assert ("takes at least" in answer) == ("h200" in words)
+
+
+def test_80_columns_have_predicted_and_least_times(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert status(["op", "all", "llama-3.1-8b", "--device", "h200", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = "operator          shape                        x  at least  predicted  of time"
+    assert head in lines
+
+
+def test_files_have_calls_and_shares_of_each_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        status(["op", "all", "llama-3.1-8b", "--device", "h200", "--dry-run", "--json", "-"])
+        == 0
+    )
+    rows = json.loads(capsys.readouterr().out)
+    calls = {(row["role"], row["pass"]): row["calls_per_step"] for row in rows}
+    assert calls["gate", "fwd"] == calls["up", "fwd"] == 32
+    assert calls["norm", "fwd"] == 65
+    assert calls["loss_chunked", "fwd"] is None
+    flash = [row for row in rows if row["backend"] in ("torch", "flash")]
+    assert 98 < sum(row["share_of_step_pct"] or 0 for row in flash) < 100
 
 
 def test_an_operator_names_its_places() -> None:

@@ -50,6 +50,8 @@ class Label:
     # How often this operator runs in one forward and backward pass of one layer (or of the
     # head, loss or optimizer) for one microbatch.
     count: int = 1
+    # The same in a whole step of one rank and one micro-batch; None where no model has it.
+    per_step: int | None = None
     mbs: int | None = None
 
 

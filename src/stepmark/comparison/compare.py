@@ -33,11 +33,15 @@ from stepmark.ground.ratio import (
 from stepmark.ground.units import KIB, MIB
 from stepmark.ground.variance import Variance
 from stepmark.ground.verdicts import judge, judge_mean
+from stepmark.model.ops import CUSTOM
 
 # Sizes at which collectives vary differently: latency, protocols, bandwidth.
 _BANDS = (64 * KIB, 4 * MIB)
 _SHORT_SOAK_S = 1.0  # shorter ones leave clocks above those of sustained load
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
+_IN_ROUNDS = "; in rounds they would not: stepmark sweep --env NAME=A,B -- COMMAND"
+# No variable chooses the function of a file.
+_IN_LAUNCHES = ": --launches 3 alternates the functions of one file (FILE.py:a,b)"
 Pairs = Sequence[tuple[Series, Series]]
 
 
@@ -363,9 +367,10 @@ def _order_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
             for series in pair
         )
         if Row(kind="", base=first, other=second).order is Order.BLOCKS:
+            is_custom = pair[0].fields.get("family") == CUSTOM
             yield (
                 f"{base} and {other} were measured one after the other, so intervals include "
-                "drift; in rounds they would not: stepmark sweep --env NAME=A,B -- COMMAND"
+                f"drift{_IN_LAUNCHES if is_custom else _IN_ROUNDS}"
             )
 
 

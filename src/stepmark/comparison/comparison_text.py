@@ -14,6 +14,7 @@ from stepmark.comparison.comparison import TIME, Cell, Comparison, Line, Overall
 from stepmark.ground.ratio import OF_REPEATS, Ratio, Verdict
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.ground.verdicts import FALSE_SHARE
+from stepmark.model.ops import CUSTOM
 from stepmark.tables.columns import (
     BYTES,
     COUNT,
@@ -276,9 +277,12 @@ def closing(comparison: Comparison) -> list[str]:
             "--noise 2% states what yours is"
         )
     if any(ratio.low is None for ratio in ratios) and not comparison.by_round:
+        is_custom = all(line.fields.get("family") == CUSTOM for line in comparison.lines)
         sentences.append(
-            "no verdict without repeats: give several launches a side (A1,A2,A3), a run with "
-            "several (--noise-from RUN), or how much one varies (--noise 2%)"
+            "no verdict without repeats: measure with --launches 3"
+            if is_custom
+            else "no verdict without repeats: give several launches a side (A1,A2,A3), a run "
+            "with several (--noise-from RUN), or how much one varies (--noise 2%)"
         )
     sentences += comparison.notes
     if comparison.too_slow is not None:

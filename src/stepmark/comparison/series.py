@@ -31,6 +31,7 @@ from stepmark.job_logs.training_log.training_log_text import findings, span_text
 from stepmark.model.collectives import Collective, busbw_factor
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_names import distinct_names
+from stepmark.model.ops import CUSTOM
 from stepmark.text_tables.printed_figures import parse_number, rounding_error
 from stepmark.text_tables.slide_tables import rate_units
 
@@ -371,6 +372,9 @@ def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[st
                 notes.append(f"{silent.name} does not state {name}: taken as the same")
         elif len(base_values) == len(other_values) == 1 and name not in NAMING:
             (a,), (b,) = base_values, other_values
+            if name == "digest" and other.series[0].fields.get("family") == CUSTOM:
+                notes.append(_edited(other))
+                continue
             if name in STRICT and name not in allowed:
                 sides = f"the same in {base.name} and {other.name}"
                 raise ConfigError(name, f"{a} and {b}", f"{sides}; or --allow {name}, --force")
@@ -378,6 +382,12 @@ def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[st
         else:
             names.append(name)
     return notes, names
+
+
+def _edited(side: Side) -> str:
+    """Return that the file of the user's own operators is another one than before."""
+    file = Path(str(side.series[0].fields.get("file", ""))).name
+    return f"{file} was edited before {side.name}"
 
 
 def _difference(base: Side, other: Side, names: Sequence[str]) -> str:

@@ -4,5 +4,6 @@
 - op.py: the verb.
 - custom_op.py: what a user's own function returns.
 - bench/: implementations and their timing, with torch.
-- op_columns.py, op_figures.py, styles.py: rows and figures; the columns of other benchmarks.
+- op_columns.py, op_printing.py, op_figures.py: rows, how they are printed, figures.
+- styles.py: the columns of other benchmarks.
 """

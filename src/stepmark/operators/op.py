@@ -1,10 +1,9 @@
-"""stepmark op: from its options to a plan of operators, and what is shown of a run of them."""
+"""stepmark op: from its options to a plan of operators."""
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from stepmark.cases.case import Label, OpCase, Rate
 from stepmark.cases.plan import How, OpHow, Plan, entries
@@ -12,7 +11,7 @@ from stepmark.cases.record import Measured
 from stepmark.ground import outer_launcher
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of, worst
-from stepmark.ground.options import build, plain
+from stepmark.ground.options import plain
 from stepmark.measuring import delivery
 from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.measure import measure_or_list, measure_quietly, show_run
@@ -24,11 +23,10 @@ from stepmark.operators.op_options import (
     FamilyOptions,
     LayerOptions,
     OpOptions,
-    options_class,
 )
 from stepmark.operators.op_plan import Placed, custom_cases, family_cases, layer_cases
 from stepmark.store.reader import read_records
-from stepmark.store.view import median_s, show_rows, view
+from stepmark.store.view import median_s
 from stepmark.workloads.formats.shapes import read_config
 from stepmark.workloads.models import notes_of, read_models
 
@@ -200,16 +198,3 @@ def fastest(path: Path) -> list[OpCase]:
         if isinstance(record, Measured)
     }
     return sorted(rates, key=lambda case: rates[case], reverse=True)[:4]
-
-
-def show(path: Path, values: Mapping[str, Any], code: int) -> int:
-    """Show the run and write its files. Returns the exit code."""
-    options = build(options_class(values.get("family")), values)
-    run = view(path)
-    if options.style:
-        text = styles.as_text(styles.STYLES[options.style](run.records, run.run))
-        sys.stdout.write(text)
-    delivery.write_rows(run.rows, options)
-    if not (options.style or options.to_stdout):
-        show_rows(run)
-    return delivery.finish(run, path, code)

@@ -5,12 +5,14 @@ in the row of all ranks (the slowest of them in each sample). With several ranks
 rank follows it, so that a slow device stands out in `vs_median_rank`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stepmark.cases.case import SOAK_S, Label, OpCase, Rate
 from stepmark.cases.record import Measured, Record, RunInfo
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import GB, TFLOP
 from stepmark.model.device import DeviceSpec
 from stepmark.model.ops import EmbeddingBag, Phase
@@ -26,11 +28,11 @@ from stepmark.tables.columns import (
     PERCENT,
     RATIO,
     SECONDS,
+    SHARE,
     SHOWN,
     TEXT,
     Column,
     Row,
-    View,
     rows_of,
     text,
 )
@@ -47,6 +49,7 @@ from stepmark.tables.outcomes import (
     percent,
     rank_words,
     ratio,
+    spread_words,
     status_words,
     validity,
 )
@@ -225,6 +228,8 @@ class OpOutcome:
     label: Label
     run: RunInfo
     figures: OpFigures | None
+    # Of the operators of a step that the run measured; None but for the fastest of a place.
+    share_pct: float | None = None
 
     @property
     def case(self) -> OpCase:
@@ -247,9 +252,49 @@ class OpOutcome:
         return layout.value if layout else None
 
     @property
+    def time_per_step_s(self) -> float | None:
+        calls = self.label.per_step
+        if calls is None or self.figures is None:
+            return None
+        return calls * self.figures.times.median
+
+    @property
+    def step(self) -> tuple[object, ...]:
+        """Return what the rows of one step have in common."""
+        case = self.case
+        return self.label.model, self.label.mbs, case.scale, case.rate, case.num_ranks
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Return the operator in the step, whatever its backend and element type."""
+        return *self.step, self.label.role, self.phase, self.case.op.shape_text
+
+    @property
     def intensity(self) -> float | None:
         op = self.case.op
         return op.flops / op.bytes_moved or None if op.bytes_moved else None
+
+
+def _with_shares(outcomes: Sequence[OpOutcome]) -> Iterator[OpOutcome]:
+    """Yield the rows, the fastest right one of each place in a step with its share of all."""
+    fastest: dict[object, OpOutcome] = {}
+    for row in outcomes:
+        is_of_all_ranks = row.figures is not None and row.figures.rank is None
+        if is_of_all_ranks and row.status == "measured" and row.time_per_step_s is not None:
+            first = fastest.setdefault(row.place, row)
+            fastest[row.place] = min(first, row, key=lambda each: each.time_per_step_s or 0.0)
+    totals = {
+        step: math.fsum(row.time_per_step_s or 0.0 for row in rows)
+        for step, rows in group_by(fastest.values(), lambda row: row.step).items()
+    }
+    chosen = {id(row) for row in fastest.values()}
+    for row in outcomes:
+        is_part = id(row) in chosen
+        yield (
+            replace(row, share_pct=percent(row.time_per_step_s, totals[row.step]))
+            if is_part
+            else row
+        )
 
 
 def _joined(words: Iterable[str]) -> str:
@@ -273,6 +318,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("device", lambda o: o.case.device),
     Column("num_ranks", lambda o: o.case.num_ranks, COUNT),
     Column("count", lambda o: o.label.count, COUNT),
+    Column("calls_per_step", lambda o: o.label.per_step, COUNT, "x", SHOWN, 2),
     Column("mbs", lambda o: o.label.mbs, COUNT),
     Column("scale", lambda o: o.case.scale or None, views=SHOWN, leaves=2),
     Column("flops", lambda o: o.case.op.flops, COUNT),
@@ -285,6 +331,8 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("backend_run", figure(lambda f: f.backend_run or None), TEXT, "ran as", PAGE),
     Column("rank", figure(lambda f: f.rank), COUNT, "", SHOWN, words=rank_words),
     Column("time_s", figure(lambda f: f.times.median), SECONDS, "time", SHOWN),
+    Column("time_per_step_s", lambda o: o.time_per_step_s, SECONDS, "in step", SHOWN, 4),
+    Column("share_of_total_pct", lambda o: o.share_pct, SHARE, "of total", SHOWN, 1),
     Column("mean_s", figure(lambda f: f.times.mean), SECONDS, "mean", PAGE),
     Column("p10_s", figure(lambda f: f.times.p10), SECONDS, "p10", PAGE),
     Column("p90_s", figure(lambda f: f.times.p90), SECONDS, "p90", PAGE),
@@ -293,8 +341,9 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
         figure(lambda f: f.spread_pct),
         PERCENT,
         "+- %",
-        frozenset({View.CONSOLE}),
+        CONSOLE,
         3,
+        words=spread_words,
     ),
     Column("n", figure(lambda f: f.times.n), COUNT, "", PAGE),
     Column("calls_per_sample", figure(lambda f: f.calls_per_sample), COUNT),
@@ -372,4 +421,4 @@ def rows(
                 reference=reference or {},
             )
 
-    return rows_of(OP_COLUMNS, outcomes())
+    return rows_of(OP_COLUMNS, _with_shares([*outcomes()]))

@@ -230,7 +230,9 @@ def _described(field: "dataclasses.Field[Any]") -> tuple[str, Any]:
     if isinstance(default, bool):
         return f"{text} [{'yes' if default else 'no'}]", bool | None
     if default not in (None, (), dataclasses.MISSING):
-        text += f" [{exact(default) if isinstance(default, float) else default}]"
+        shown = exact(default) if isinstance(default, float) else default
+        # As op_plan.dtypes chooses: CPUs emulate bf16.
+        text += f" [{shown}; CPU: fp32]" if default is DType.BF16 else f" [{shown}]"
     return text, Annotated[str, reader] | None
 
 

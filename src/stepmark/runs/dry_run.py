@@ -4,7 +4,7 @@ Products and attention have the time that prediction gives them by the device's 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepmark.cases.case import Label, OpCase
@@ -14,21 +14,18 @@ from stepmark.cases.plan import Plan
 from stepmark.cases.record import AnyCase
 from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
-from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import MIB, TFLOP, format_bytes, plural
 from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
-from stepmark.model.ops import Custom, Phase
-from stepmark.predictions.costs import SheetCosts
+from stepmark.model.ops import Custom
 from stepmark.predictions.prediction_notes import by_sheet
 from stepmark.runs import op_table
 from stepmark.step.roofline import limit_of
-from stepmark.step.workload import CommOp, ComputeOp
+from stepmark.step.workload import CommOp
 from stepmark.step_memory.memory import estimate
 from stepmark.store.commands import command_of
 from stepmark.tables.export import write_csv, write_json
-from stepmark.timeline.ledger import Work, work_of_op
 from stepmark.workloads.rules.pytorch.case import of_case
 
 Row = dict[str, Any]
@@ -38,7 +35,8 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
     """Print the cases of a plan for this machine, or write them to --json and --csv."""
     cases = [entry.case for entry in plan.entries if entry.launch == 1]
     device = find_device(here.name)
-    planned = [(case, row) for case in cases for row in _rows(case, device)]
+    steps = op_table.steps_of(plan.options, here) if plan.command == "op" else []
+    planned = [(case, row) for case in cases for row in _rows(case, device, steps)]
     rows = [row for _, row in planned]
     is_predicted = any(row.get("predicted_s") for row in rows)
     source = [f"predicted times are {by_sheet(device)}"] if device and is_predicted else []
@@ -48,7 +46,6 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
         if target:
             write(rows, target)
     if "-" not in (json, csv):
-        steps = op_table.steps_of(plan.options, here) if plan.command == "op" else []
         operators = [(case, row) for case, row in planned if isinstance(case, OpCase)]
         lines = [*op_table.lines(operators, steps)] if operators else []
         others = [_LINES[row["kind"]](row) for row in rows if row["kind"] in _LINES]
@@ -66,10 +63,12 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
     sys.stderr.write(f"{', '.join(filter(None, counts))}; none was run\n")
 
 
-def _rows(case: AnyCase, device: DeviceSpec | None) -> list[Row]:
+def _rows(
+    case: AnyCase, device: DeviceSpec | None, steps: Sequence[op_table.Step]
+) -> list[Row]:
     if isinstance(case, OpCase):
         labels = case.labels or (Label(),)
-        rows = [_operator_row(case, label, device) for label in labels]
+        rows = [_operator_row(case, label, device, steps) for label in labels]
     elif isinstance(case, ReplayCase):
         rows = [{"workload": case.file, "ranks": case.num_ranks, "compute": str(case.compute)}]
     else:
@@ -78,7 +77,9 @@ def _rows(case: AnyCase, device: DeviceSpec | None) -> list[Row]:
     return [{"kind": case.kind, "family": case.family, **row, **identity} for row in rows]
 
 
-def _operator_row(case: OpCase, label: Label, device: DeviceSpec | None) -> Row:
+def _operator_row(
+    case: OpCase, label: Label, device: DeviceSpec | None, steps: Sequence[op_table.Step]
+) -> Row:
     op = case.op
     is_known = not isinstance(op, Custom) or op.is_called
     return {
@@ -96,19 +97,13 @@ def _operator_row(case: OpCase, label: Label, device: DeviceSpec | None) -> Row:
         "bytes_moved": op.bytes_moved if is_known else None,
         **_predicted(case, device),
         "least_s": op_table.least_s(op, device) if is_known else None,
+        **op_table.in_place(op, label, steps),
     }
 
 
 def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
     """Return the time of a product or of attention, its rate, and what bounds it."""
-    op = ComputeOp(op=case.op, phase=Phase.FWD, module="")
-    is_product = work_of_op(op) in (Work.MATMUL, Work.ATTENTION)
-    # Attention by products of all pairs ("math") is timed by no law of fused kernels.
-    is_timed = is_product and case.backend != "math"
-    backend = {"varlen": AttentionKernel.FLASH}.get(case.backend, case.backend)
-    cost = (
-        SheetCosts(device, {"attention_backend": backend})(op) if device and is_timed else None
-    )
+    cost = op_table.predicted(case.op, case.backend, device)
     if device is None or cost is None:
         return dict.fromkeys(("predicted_s", "predicted_tflops", "bound"))
     return {

@@ -8,9 +8,10 @@ from textwrap import wrap
 from stepmark.cases.record import RunInfo
 from stepmark.ground.units import format_bytes
 from stepmark.predictions.predicted_steps import StepReport, Suggestion
-from stepmark.runs.summary import train_lines, unique_cases
+from stepmark.runs.summary import train_lines
 from stepmark.tables.columns import Row, digits, number, text
 from stepmark.tables.outcomes import MATMULS
+from stepmark.tables.row_tables import unique_cases
 from stepmark.timeline.ledger_rows import short_lines
 
 WIDTH = 100

@@ -1,44 +1,63 @@
 """The plan of `stepmark op` as tables of 80 columns: a model's step in all, then its operators.
 
 The least time of an operator is that of its FLOPs at the device's peak or of its bytes at the
-memory's bandwidth, whichever is longer; a step's is the sum, without communication.
+memory's bandwidth, whichever is longer; a step's is the sum, without communication. Shares are
+of predicted times, and of least ones where nothing is predicted.
 """
 
 import math
+import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from stepmark.cases.case import OpCase
+from stepmark.cases.case import Label, OpCase
+from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.grouping import group_by
 from stepmark.ground.options import build
 from stepmark.ground.units import format_time
 from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
-from stepmark.model.ops import Op
+from stepmark.model.ops import FAMILY_OF, Op, Phase
+from stepmark.model.ops.backends import BACKENDS, usual
 from stepmark.operators.op_options import FamilyOptions, LayerOptions, options_class
-from stepmark.operators.op_plan import model_shapes
+from stepmark.operators.op_plan import capabilities, model_shapes
+from stepmark.predictions.costs import SheetCosts
 from stepmark.step.roofline import roofline_time
-from stepmark.step.workload import Kernel
-from stepmark.tables.columns import BYTES, COUNT, FLOPS, SECONDS, SHARE, Column, Row
+from stepmark.step.workload import ComputeOp, Kernel
+from stepmark.tables.columns import BYTES, COUNT, FLOPS, SECONDS, SHARE, Column, Row, text
 from stepmark.tables.row_tables import fitting
 from stepmark.tables.table import Table
+from stepmark.timeline.ledger import Work, work_of_op
+from stepmark.timeline.step_cost import OpCost
 from stepmark.workloads.operators import ModelShape, StepPart, step_parts
 
 _WIDTH = 80
 _MAX_OPERATOR = 22  # characters of the places of an operator
+_SHARE_TEXT = "Of time: of predicted times, and of least ones where none is predicted."
 _PASSES = {"optim": ""}  # an optimizer's role says it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One micro-batch of a model on one rank. device: None where it has no data sheet."""
 
     shape: ModelShape
     parts: tuple[StepPart, ...]
     device: DeviceSpec | None
+    backends_of: Callable[[Op], Sequence[str]]
 
     @property
     def flops(self) -> int:
@@ -54,28 +73,77 @@ class Step:
         return _sum(_times(self.least_s_of(part), part.times) for part in self.parts)
 
     def flops_of(self, part: StepPart) -> int:
-        return sum((op.flops or 0) * count for op, count in part.work.items())
+        return _flops_of(part.work)
 
     def bytes_of(self, part: StepPart) -> int:
-        return sum((op.bytes_moved or 0) * count for op, count in part.work.items())
+        return _bytes_of(part.work)
 
     def least_s_of(self, part: StepPart) -> float | None:
-        return _sum(_times(least_s(op, self.device), count) for op, count in part.work.items())
+        return self.least_s_of_work(part.work)
+
+    def least_s_of_work(self, work: Mapping[Op | Kernel, int]) -> float | None:
+        return _sum(_times(least_s(op, self.device), count) for op, count in work.items())
+
+    @cached_property
+    def time_s(self) -> float | None:
+        """Return the sum of predicted and least times; None where some time is unknown."""
+        return _sum(_times(self.time_s_of(part.work), part.times) for part in self.parts)
+
+    def time_s_of(self, work: Mapping[Op | Kernel, int]) -> float | None:
+        return _sum(_times(self.time_s_of_op(op), count) for op, count in work.items())
+
+    def time_s_of_op(self, op: Op | Kernel) -> float | None:
+        """Return the predicted time by the fastest backend, else the least time."""
+        if isinstance(op, Kernel):
+            return least_s(op, self.device)
+        costs = (predicted(op, backend, self.device) for backend in self.backends_of(op))
+        times = [cost.total_s for cost in costs if cost]
+        return min(times) if times else least_s(op, self.device)
+
+    def others(self, ops: Container[Op | Kernel]) -> Counter[Op | Kernel]:
+        """Return the work of a step without these operators."""
+        work = Counter[Op | Kernel]()
+        for part in self.parts:
+            for op, count in part.work.items():
+                if op not in ops:
+                    work[op] += part.times * count
+        return work
 
     def calls(self, op: Op) -> int:
         """Return how often a step has this very operator."""
         return sum(part.times * part.work[op] for part in self.parts)
 
-    def share_pct(self, flops: int, time_s: float | None) -> float | None:
-        """Return the share of the step's least time; where it is unknown, of its FLOPs."""
-        if self.least_s is None:
+    def share_pct(self, work: Mapping[Op | Kernel, int], times: int = 1) -> float | None:
+        """Return the share of the step's time; where it is unknown, of its FLOPs."""
+        if self.time_s is None:
+            flops = times * _flops_of(work)
             return 100 * flops / self.flops if self.flops else None
-        return None if time_s is None else 100 * time_s / self.least_s
+        time_s = self.time_s_of(work)
+        return None if time_s is None else 100 * times * time_s / self.time_s
 
 
 def least_s(op: Op | Kernel, device: DeviceSpec | None) -> float | None:
     """Return the least time of an operation; None where the device's peak is unknown."""
     return None if device is None else roofline_time(op, device)
+
+
+def predicted(op: Op, backend: str, device: DeviceSpec | None) -> OpCost | None:
+    """Return the time of a product or of attention; None of others, and without a law."""
+    compute = ComputeOp(op=op, phase=Phase.FWD, module="")
+    # Attention by products of all pairs ("math") is timed by no law of fused kernels.
+    is_timed = work_of_op(compute) in (Work.MATMUL, Work.ATTENTION) and backend != "math"
+    if device is None or not is_timed:
+        return None
+    kernel = {"varlen": AttentionKernel.FLASH}.get(backend, backend)
+    return SheetCosts(device, {"attention_backend": kernel})(compute)
+
+
+def _flops_of(work: Mapping[Op | Kernel, int]) -> int:
+    return sum((op.flops or 0) * count for op, count in work.items())
+
+
+def _bytes_of(work: Mapping[Op | Kernel, int]) -> int:
+    return sum((op.bytes_moved or 0) * count for op, count in work.items())
 
 
 def _times(value: float | None, count: int) -> float | None:
@@ -93,8 +161,21 @@ def steps_of(options: Mapping[str, object], here: Machine) -> list[Step]:
     if not isinstance(own, LayerOptions | FamilyOptions) or not own.model:
         return []
     device = find_device(here.name)
+    limits = capabilities(here)
+    chosen = own.field("backend")
+
+    def backends_of(op: Op) -> Sequence[str]:
+        family = FAMILY_OF[type(op)]
+        named = [backend for backend in chosen if backend in BACKENDS[family]]
+        return named or usual(family, op, limits)
+
     return [
-        Step(shape=shape, parts=tuple(step_parts(shape)), device=device)
+        Step(
+            shape=shape,
+            parts=tuple(step_parts(shape)),
+            device=device,
+            backends_of=backends_of,
+        )
         for shape in model_shapes(own, here.device)
     ]
 
@@ -106,6 +187,9 @@ def lines(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> Itera
         yield ""
     rows = _merged(planned, steps)
     yield from _table(rows, _columns(rows, steps))
+    if any(step.time_s is not None for step in steps):
+        yield ""
+        yield _SHARE_TEXT
     if notes := _backend_text([case for case, _ in planned]):
         yield ""
         yield from textwrap.wrap(notes, _WIDTH)
@@ -144,7 +228,7 @@ def _part_row(
         "flops": flops,
         "bytes_moved": bytes_moved,
         "least_s": time_s,
-        "share_of_step_pct": step.share_pct(flops * times, _times(time_s, times)),
+        "share_of_step_pct": step.share_pct(part.work, times) if part else 100.0,
     }
 
 
@@ -160,23 +244,56 @@ def _merged(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> lis
             for name in ("model", "mbs")
         }
         places = [(label.model, label.mbs) for case, _ in same for label in case.labels]
-        own = [s for s in steps if (s.shape.model.name, s.shape.inputs.mbs) in places]
-        work = _in_steps(op, own)
+        work = _in_steps(op, _steps_at(places, steps))
         own_columns = {"operator": _operator(rows), "predicted_s": min(times, default=None)}
         merged.append(rows[0] | joined | work | own_columns)
-    return merged
+    return [*merged, *(row for step in steps for row in _other_rows(planned, step))]
 
 
-def _in_steps(op: Op, steps: Iterable[Step]) -> Row:
+def _steps_at(places: Collection[tuple[str, int | None]], steps: Iterable[Step]) -> list[Step]:
+    return [s for s in steps if (s.shape.model.name, s.shape.inputs.mbs) in places]
+
+
+def _other_rows(planned: Sequence[tuple[OpCase, Row]], step: Step) -> Iterator[Row]:
+    """Yield one row of all that a step has and the plan has not, such as residual adds."""
+    ops: set[Op | Kernel] = {
+        case.op
+        for case, _ in planned
+        if any(_steps_at([(label.model, label.mbs)], [step]) for label in case.labels)
+    }
+    work = step.others(ops)
+    if not work:
+        return
+    inputs = step.shape.inputs
+    yield dict.fromkeys(planned[0][1]) | {
+        "model": step.shape.model.name,
+        "mbs": inputs.mbs,
+        "dtype": str(inputs.products.dtype if inputs.products else inputs.dtype),
+        "operator": "other operators",
+        "calls_per_step": 1,
+        "flops": _flops_of(work),
+        "bytes_moved": _bytes_of(work),
+        "least_s": step.least_s_of_work(work),
+        "share_of_step_pct": step.share_pct(work),
+    }
+
+
+def in_place(op: Op, label: Label, steps: Sequence[Step]) -> Row:
+    """Return how often a step has the operator at this place, and its share there."""
+    own = _steps_at([(label.model, label.mbs)], steps)
+    return _in_steps(op, own, label.per_step or 0)
+
+
+def _in_steps(op: Op, steps: Iterable[Step], calls: int | None = None) -> Row:
     """Return how often a step has the operator, and its share in the step.
 
     Unknown is None: of an operator that no step has, or several steps differently.
+    calls: at one place; by default at all places.
     """
     pairs: set[tuple[int, float | None]] = set()
     for step in steps:
-        if count := step.calls(op):
-            time_s = _times(least_s(op, step.device), count)
-            pairs.add((count, step.share_pct(op.flops * count, time_s)))
+        if count := step.calls(op) if calls is None else min(calls, step.calls(op)):
+            pairs.add((count, step.share_pct({op: count})))
     calls, share = pairs.pop() if len(pairs) == 1 else (None, None)
     return {"calls_per_step": calls, "share_of_step_pct": share}
 
@@ -188,9 +305,18 @@ def _columns(rows: Sequence[Row], steps: Sequence[Step]) -> list[Column[Any]]:
         for name in ("model", "mbs", "dtype", "rate")
         if len({row[name] for row in rows} - {"", None}) > 1
     ]
-    predicted: Column[Any] = Column("predicted_s", unit=SECONDS, heading="predicted", leaves=5)
+    predicted: Column[Any] = Column("predicted_s", unit=SECONDS, heading="predicted", leaves=1)
     *work, share = _work_columns(steps)
-    return [*apart, Column("operator"), Column("shape"), *work, predicted, share]
+    return [*apart, Column("operator"), Column("shape", words=_shape), *work, predicted, share]
+
+
+def _shape(row: Row) -> str:
+    """Return the shape; equal sizes of an attention's heads are one, for 80 columns."""
+    return re.sub(r"\b(d\d+)/(\d+)\b", _one_size, text(row, "shape"))
+
+
+def _one_size(sizes: re.Match[str]) -> str:
+    return sizes[1] if sizes[1] == f"d{sizes[2]}" else sizes[0]
 
 
 def _operator(rows: Iterable[Row]) -> str:
@@ -211,12 +337,12 @@ def _operator(rows: Iterable[Row]) -> str:
 
 
 def _work_columns(steps: Sequence[Step]) -> list[Column[Any]]:
-    of_time = any(step.least_s is not None for step in steps)
+    of_time = any(step.time_s is not None for step in steps)
     return [
         Column("calls_per_step", unit=COUNT, heading="x", leaves=2),
-        Column("flops", unit=FLOPS, heading="FLOPs", leaves=3),
+        Column("flops", unit=FLOPS, heading="FLOPs", leaves=5),
         Column("bytes_moved", unit=BYTES, heading="moved", leaves=4),
-        Column("least_s", unit=SECONDS, heading="at least", leaves=1),
+        Column("least_s", unit=SECONDS, heading="at least", leaves=3),
         Column("share_of_step_pct", unit=SHARE, heading="of time" if of_time else "of FLOPs"),
     ]
 

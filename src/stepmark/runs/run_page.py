@@ -16,7 +16,7 @@ from stepmark.tables.columns import Row, text
 from stepmark.tables.figures import Figure
 from stepmark.tables.page import Html, Page, Section, definitions, details, heading, paragraph
 from stepmark.tables.page_table import page_table
-from stepmark.tables.row_tables import LEAD, describe, ran
+from stepmark.tables.row_tables import LEAD, describe, ran, unique_cases, validity_counts
 from stepmark.training import training_figures
 from stepmark.training.train_columns import TRAIN_COLUMNS
 
@@ -99,6 +99,8 @@ def _summary(
         summary = summary[:1]  # the device; there is nothing to count
     summary += comm_lines(comm_rows, environment.devices) + train_lines(train_rows)
     lines = [(line[:LEAD].strip(), line[LEAD:]) for line in summary]
+    if counted := validity_counts(unique_cases(rows)):
+        lines.append(("doubtful", counted))
     lines += [("peaks", peaks)] if has_operators or train_rows else []
     lines += [("rate", "; ".join(rates))] if has_operators else []
     lines += [

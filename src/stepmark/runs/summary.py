@@ -10,7 +10,14 @@ from stepmark.cases.record import RunInfo
 from stepmark.ground.units import format_time
 from stepmark.tables.columns import Row, digits, number, text
 from stepmark.tables.outcomes import MATMULS
-from stepmark.tables.row_tables import LEAD, describe, grouped, statuses, validity_counts
+from stepmark.tables.row_tables import (
+    LEAD,
+    describe,
+    grouped,
+    statuses,
+    unique_cases,
+    validity_counts,
+)
 from stepmark.training.training_words import remarks, title
 
 # A compute-bound matmul or attention this far under its peak is worth a line.
@@ -35,20 +42,9 @@ def summary_lines(run: RunInfo, rows: Sequence[Row]) -> list[str]:
         *_slow_rank_lines(rows),
         *(f"throttled  {reason}: {count} cases" for reason, count in throttled.items()),
     ]
-    if counted := validity_counts(jobs):
-        lines.append(f"doubtful   {counted}")
     lines += [f"wrong      {describe(row)}" for row in jobs if row["status"] == "wrong"]
     lines += [f"impossible {describe(row)}: above limit" for row in jobs if row["over_limit"]]
     return lines
-
-
-def unique_cases(rows: Sequence[Row]) -> list[Row]:
-    """Return one row per case: not per rank, and not again for each label."""
-    cases: dict[str, Row] = {}
-    for row in rows:
-        if row["rank"] is None:
-            cases.setdefault(text(row, "case_id"), row)
-    return list(cases.values())
 
 
 def _convention_lines(jobs: Sequence[Row]) -> Iterator[str]:

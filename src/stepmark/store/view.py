@@ -160,7 +160,7 @@ def show_rows(run: View) -> None:
     from stepmark.tables.row_tables import print_rows  # noqa: PLC0415
 
     if run.rows or not (run.comm_rows or run.train_rows or run.replay_rows):
-        print_rows(run.rows, console(), columns("op"))
+        load(KINDS["op"].print_rows)(run.rows, console())
     if run.comm_rows:
         print_rows(run.comm_rows, console(), columns("comm"))
     if run.train_rows:

@@ -10,7 +10,7 @@ from stepmark.cases.record import Measured, Record, Telemetry, is_busy
 from stepmark.ground.dtypes import DType
 from stepmark.ground.ratio import BUSY
 from stepmark.ground.stats import Summary, slowest_per_sample, summarize
-from stepmark.tables.columns import Row
+from stepmark.tables.columns import PERCENT, Row
 from stepmark.tables.launches import OpLaunches, launch_spread_pct, pooled, rank_medians_s
 
 # A figure may exceed a data sheet's rounding, not its hardware.
@@ -19,6 +19,7 @@ LIMIT_SLACK = 1.01
 # median, and the share of the CPU time that a hypervisor took.
 MAX_SPREAD_PCT = 20.0
 MAX_STEAL = 0.05
+_LARGEST_SPREAD_PCT = 100.0  # a larger one says no more than that the time is unknown
 # Operands of a memory-bound operator that fit in this many last-level caches may come from it.
 CACHES = 4
 # Operand sets of more than so many caches find nothing in them, as the runner provides them.
@@ -201,6 +202,13 @@ def validity(
 
 def throttle_reasons(states: Iterable[Telemetry]) -> str | None:
     return ", ".join(sorted({reason for state in states for reason in state.throttle})) or None
+
+
+def spread_words(row: Row) -> str:
+    """Return the spread of a row; "unknown" above the time itself."""
+    value = row.get("spread_pct")
+    is_known = not isinstance(value, float) or value <= _LARGEST_SPREAD_PCT
+    return PERCENT.show(value) if is_known else "unknown"
 
 
 def rank_words(row: Row) -> str:

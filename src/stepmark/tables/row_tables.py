@@ -128,6 +128,15 @@ def statuses(rows: Sequence[Row]) -> str:
     return ", ".join(f"{count} {status}" for status, count in counts.items())
 
 
+def unique_cases(rows: Sequence[Row]) -> list[Row]:
+    """Return one row per case: not per rank, and not again for each label."""
+    cases: dict[str, Row] = {}
+    for row in rows:
+        if row["rank"] is None:
+            cases.setdefault(text(row, "case_id"), row)
+    return list(cases.values())
+
+
 def validity_counts(rows: Sequence[Row]) -> str:
     """Return how many rows each reason speaks against; empty without any."""
     counts = Counter(

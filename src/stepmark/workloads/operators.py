@@ -37,16 +37,19 @@ def _leaves(family: str, shape: ModelShape) -> Iterator[Placed]:
     if family == "grouped-gemm" and shape.model.moe and shape.inputs.dtype is DType.FP64:
         raise ConfigError("dtype", shape.inputs.dtype, "bf16, fp16 or fp32 for grouped-gemm")
     counts = Counter[tuple[str, Phase, Op]]()
+    per_step = Counter[tuple[str, Phase, Op]]()
     for unit in shape.root.inside:
-        counts |= Counter(
-            (_role(leaf.role), item.phase, item.op)
-            for leaf in unit.walk()
-            for item in leaf.work
-            # The last norm has the shape of a layer's norms.
-            if isinstance(item.op, FAMILIES[family]) and leaf.role != "head.norm"
-        )
-    for (role, phase, op), count in counts.items():
-        yield _label(shape, role, phase, count), op
+        in_unit = Counter[tuple[str, Phase, Op]]()
+        for leaf in unit.walk():
+            for item in leaf.work:
+                if isinstance(item.op, FAMILIES[family]):
+                    place = (_role(leaf.role), item.phase, item.op)
+                    per_step[place] += unit.times
+                    # The last norm has the shape of a layer's norms.
+                    in_unit[place] += leaf.role != "head.norm"
+        counts |= in_unit
+    for place, count in counts.items():
+        yield _label(shape, *place[:2], per_step[place], count), place[2]
 
 
 def _role(role: str) -> str:
@@ -54,9 +57,15 @@ def _role(role: str) -> str:
     return "attention" if last == "core" else last
 
 
-def _label(shape: ModelShape, role: str, phase: Phase, count: int = 1) -> Label:
-    mbs = shape.inputs.mbs
-    return Label(model=shape.model.name, role=role, phase=phase, count=count, mbs=mbs)
+def _label(shape: ModelShape, role: str, phase: Phase, per_step: int, count: int = 1) -> Label:
+    return Label(
+        model=shape.model.name,
+        role=role,
+        phase=phase,
+        count=count,
+        per_step=per_step,
+        mbs=shape.inputs.mbs,
+    )
 
 
 def _losses(shape: ModelShape) -> Iterator[Placed]:
@@ -65,7 +74,8 @@ def _losses(shape: ModelShape) -> Iterator[Placed]:
     yield from placed
     for label, op in placed:
         if isinstance(op, CrossEntropy) and op.tokens >= _CHUNKS:
-            yield replace(label, role="loss_chunked"), replace(op, chunks=_CHUNKS)
+            other = replace(label, role="loss_chunked", per_step=None)
+            yield other, replace(op, chunks=_CHUNKS)
 
 
 _ENDS = "optimizer_ends"  # of embedding and head
@@ -97,11 +107,16 @@ def _adamw(num_params: int) -> Optimizer:
 
 def _optimizers(shape: ModelShape) -> Iterator[Placed]:
     """Yield AdamW of this rank's shards: one layer of each kind, and embedding with head."""
-    sizes = [_optimizer_of(shape, unit) for unit in shape.root.inside]
-    layers = dict.fromkeys(item for item in sizes if item[0] != _ENDS)
-    ends = sum(numel for role, numel in sizes if role == _ENDS)
-    for role, numel in (*layers, (_ENDS, ends)):
-        yield _label(shape, role, Phase.OPTIM), _adamw(numel)
+    layers = Counter[tuple[str, int]]()
+    ends = 0
+    for unit in shape.root.inside:
+        role, numel = _optimizer_of(shape, unit)
+        if role == _ENDS:
+            ends += numel
+        else:
+            layers[role, numel] += unit.times
+    for (role, numel), times in (*layers.items(), ((_ENDS, ends), 1)):
+        yield _label(shape, role, Phase.OPTIM, times), _adamw(numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

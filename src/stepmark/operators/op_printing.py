@@ -1,0 +1,91 @@
+"""Tables of measured operators, and below them what takes most of a step."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from stepmark.ground.grouping import group_by
+from stepmark.ground.units import format_time, plural
+from stepmark.operators.op_columns import OP_COLUMNS
+from stepmark.tables.columns import COUNT, SECONDS, SHARE, Row, given, number, text
+from stepmark.tables.row_tables import print_lines, print_rows, unique_cases, validity_counts
+from stepmark.tables.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_STEP = ("model", "mbs", "scale", "num_ranks")
+
+
+def print_operators(rows: Sequence[Row], console: "Console") -> None:
+    """Print the rows, the operators of each step, and how many rows are doubtful."""
+    print_rows(rows, console, OP_COLUMNS)
+    print_lines((*step_lines(rows), *doubtful_lines(rows)), console)
+
+
+def doubtful_lines(rows: Sequence[Row]) -> list[str]:
+    """Return how many cases each reason speaks against; none without any."""
+    counted = validity_counts(unique_cases(rows))
+    return ["", f"doubtful: {counted}"] if counted else []
+
+
+def step_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how long the measured operators of a step take; nothing of several steps in one.
+
+    A role is the sum of its passes, each by its fastest backend and element type.
+    """
+    parts = [row for row in rows if row["share_of_total_pct"] is not None]
+    for own in group_by(parts, lambda row: tuple(row[name] for name in _STEP)).values():
+        total_s = _sum(own)
+        if abs(100 - math.fsum(number(row, "share_of_total_pct") or 0.0 for row in own)) > 0.1:
+            continue  # measured at several rates
+        first = own[0]
+        mbs = "" if first["mbs"] is None else f", mbs {first['mbs']}"
+        yield ""
+        yield (
+            f"A step of {text(first, 'model')}{mbs} spends {format_time(total_s)} in these "
+            "operators, each by its fastest row, without communication and other operators:"
+        )
+        yield ""
+        roles: list[Row] = [
+            {
+                "role": role,
+                "calls_per_step": sum(
+                    int(number(row, "calls_per_step") or 0) for row in of_role
+                ),
+                "time_per_step_s": _sum(of_role),
+                "share_of_total_pct": 100 * _sum(of_role) / total_s,
+            }
+            for role, of_role in group_by(own, lambda row: text(row, "role")).items()
+        ]
+        roles.sort(key=lambda row: number(row, "time_per_step_s") or 0.0, reverse=True)
+        columns = [
+            given("role", heading="operator"),
+            given("calls_per_step", COUNT, "x"),
+            given("time_per_step_s", SECONDS, "in step"),
+            given("share_of_total_pct", SHARE, "of total"),
+        ]
+        yield from Table(roles, columns).text()
+        if missing := _num_missing(rows, own):
+            verb = "was" if missing == 1 else "were"
+            yield f"{plural(missing, 'operator')} of the step {verb} not measured, or wrong."
+
+
+def _num_missing(rows: Sequence[Row], parts: Sequence[Row]) -> int:
+    """Return how many operators of the step have no right measurement."""
+
+    def places(own: Sequence[Row]) -> set[tuple[object, ...]]:
+        names = (*_STEP, "role", "pass", "shape")
+        return {tuple(row[name] for name in names) for row in own}
+
+    of_step = tuple(parts[0][name] for name in _STEP)
+    planned = [
+        row
+        for row in rows
+        if row["calls_per_step"] is not None and tuple(row[name] for name in _STEP) == of_step
+    ]
+    return len(places(planned) - places(parts))
+
+
+def _sum(rows: Sequence[Row]) -> float:
+    return math.fsum(number(row, "time_per_step_s") or 0.0 for row in rows)
