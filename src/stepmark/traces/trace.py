@@ -26,7 +26,7 @@ from stepmark.traces.kineto.export import busy_steps
 from stepmark.traces.kineto.links import steps
 from stepmark.traces.kineto.matching import Messages
 from stepmark.traces.kineto.windows import is_communication
-from stepmark.traces.trace_files import damage_notes, deliver, map_traces
+from stepmark.traces.trace_files import damage_notes, deliver, map_traces, without_pauses
 from stepmark.traces.trace_options import BreakdownOptions, TraceInputs
 
 _MOST_BARS = MOST_BARS // MOST_LANES  # of one rank: the number of ranks is not known
@@ -51,7 +51,7 @@ def breakdown(options: BreakdownOptions) -> int:
             times.bars,
             histogram.rows(times.messages.histogram, num_ranks_seen=len(times.ranks)),
             list(times.lines(details=True)),
-            lead=times.cut,
+            lead=" ".join(filter(None, (times.cut, times.step_groups))),
         )
         write_text(options.html, page.html(), "html")
     document = {
@@ -62,7 +62,7 @@ def breakdown(options: BreakdownOptions) -> int:
         **tables,
     }
     lines = times.lines(details=options.details)
-    deliver(options, "breakdown", document, tables, lines, times.cut)
+    deliver(options, "breakdown", document, tables, lines, times.cut, times.step_groups)
     return 0
 
 
@@ -70,7 +70,7 @@ def breakdown(options: BreakdownOptions) -> int:
 class StepTimes:
     """Where the time of each step went, on each rank whose trace was read.
 
-    cut: which traces end early, and what of them was read, see TraceSet.
+    cut, step_groups: the first sentences of the report, see TraceSet.
     """
 
     world_size: int | None
@@ -80,6 +80,7 @@ class StepTimes:
     bars: dict[int, Bars]  # of a step, by rank; none unless there is a page
     notes: list[str]
     cut: str = ""
+    step_groups: str = ""
 
     @property
     def tables(self) -> dict[str, list[Row]]:
@@ -94,6 +95,7 @@ class StepTimes:
 
 def step_times(options: BreakdownOptions) -> StepTimes | None:
     """Read the traces. None on ranks of an outer launcher but the first."""
+    options = without_pauses(options)
     traces = map_traces(options, partial(_reduce, options))
     if traces is None:
         return None
@@ -107,6 +109,7 @@ def step_times(options: BreakdownOptions) -> StepTimes | None:
         bars={rank: own for r in traces.results for rank, own in r.value[1].items()},
         notes=[*traces.notes, *notes],
         cut=traces.cut,
+        step_groups=traces.step_groups,
     )
 
 

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -41,10 +41,12 @@ from stepmark.traces.kineto.events import LEFT_OUT
 from stepmark.traces.kineto.links import step_numbers
 from stepmark.traces.kineto.reader import read_trace
 from stepmark.traces.kineto.stream import looks_like_trace
+from stepmark.traces.step_groups import is_paused, step_groups, step_windows
 from stepmark.traces.trace_cache import read_cached
-from stepmark.traces.trace_options import TraceInputs
+from stepmark.traces.trace_options import StepRanges, TraceInputs
 
 R = TypeVar("R")
+T = TypeVar("T", bound=TraceInputs)
 _SUFFIXES = (".json", ".json.gz")
 _RANK_IN_NAME = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)")
 _MAX_FILES = 100_000
@@ -55,12 +57,14 @@ _MOST_CUT = 3  # traces of which the first line of a report says what was read
 class RankResult(Generic[R]):
     """What was made of one rank's trace. info.rank is known, see `notes` of the set.
 
-    steps: that are marked. least_ranks: of the job, by the groups of its collectives.
+    steps: that are marked. windows: their durations in ns. least_ranks: of the job, by the
+    groups of its collectives.
     """
 
     info: RankInfo
     value: R
     steps: frozenset[int] = frozenset()
+    windows: Mapping[int, int] = field(default_factory=dict)
     least_ranks: int = 1
 
 
@@ -69,7 +73,7 @@ class TraceSet(Generic[R]):
     """Results of all traces of one job by rank, and what to say about them.
 
     cut: the first sentence of every report: which traces end early, and what of them was read;
-    "" where all are whole.
+    "" where all are whole. step_groups: the second one, where steps fall in two groups.
     """
 
     results: tuple[RankResult[R], ...]
@@ -77,6 +81,7 @@ class TraceSet(Generic[R]):
     missing: tuple[int, ...]
     notes: tuple[str, ...]
     cut: str = ""
+    step_groups: str = ""
 
 
 def map_traces(
@@ -191,6 +196,7 @@ def _read(
         info=trace.info,
         value=reduce(trace),
         steps=frozenset(step_numbers(trace)),
+        windows=step_windows(trace),
         least_ranks=max(sizes, default=1),
     )
 
@@ -261,6 +267,7 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
         )
     notes += _apart([result.info for result in named])
     notes += _unequal_steps(named)
+    notes += _left_out_pauses(named[0], inputs)
     notes += damage_notes((r.info.rank or 0, damage) for r in named for damage in r.info.damage)
     if inputs.ranks is not None:
         if absent := set(inputs.ranks) - known:
@@ -274,6 +281,7 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
         missing=missing,
         notes=tuple(notes),
         cut=_cut_text([result.info for result in named]),
+        step_groups=_step_groups_text(named, inputs),
     )
 
 
@@ -294,6 +302,42 @@ def _cut_text(infos: Sequence[RankInfo]) -> str:
         f"{which}, the end is missing: {cut[0].cut}. Only this part was read: "
         f"{'; '.join(parts)}. All figures are of it alone."
     )
+
+
+def _step_groups_text(results: Sequence[RankResult[R]], inputs: TraceInputs) -> str:
+    """Return which of the chosen steps fall in two groups, on the first rank where they do."""
+    for result in results:
+        own = {step: time for step, time in result.windows.items() if inputs.has_step(step)}
+        if groups := step_groups(own):
+            of_rank = f" (rank {result.info.rank})" if len(results) > 1 else ""
+            return f"{groups}{of_rank}"
+    return ""
+
+
+def without_pauses(inputs: T) -> T:
+    """Return inputs that choose the steps back to back of a calibration's paused profile.
+
+    In its other half the device waits, on purpose, until its clock has recovered.
+    """
+    files = trace_files(inputs)
+    if inputs.steps is not None or not is_paused(files):
+        return inputs
+    read = _checked_trace if inputs.no_cache else partial(read_cached, read=_checked_trace)
+    groups = step_groups(step_windows(read(files[0])))
+    if groups is None:
+        return inputs
+    return replace(inputs, steps=StepRanges((step, step) for step in groups.fast))
+
+
+def _left_out_pauses(result: RankResult[R], inputs: TraceInputs) -> Iterator[str]:
+    """Yield a note where only steps without pauses of a calibration are chosen."""
+    groups = step_groups(result.windows)
+    if groups and is_paused([result.info.file]) and not any(map(inputs.has_step, groups.slow)):
+        slow = ranks_text(groups.slow).replace("rank", "step")
+        yield (
+            f"{slow} of this calibration's profile have pauses on purpose and are left out; "
+            f"--steps {slow.split(' ', 1)[1].replace(' ', '')} has them"
+        )
 
 
 def _extent(info: RankInfo) -> str:
@@ -373,17 +417,19 @@ def deliver(
     tables: Mapping[str, list[Row]],
     lines: Iterable[str],
     cut: str,
+    step_groups: str = "",
 ) -> None:
     """Write the files of a report, and print it unless stdout is one of them.
 
-    name: of the files in a folder. cut: its first line, see TraceSet.
+    name: of the files in a folder. cut, step_groups: its first lines, see TraceSet.
     """
     if options.json:
-        write_json({"cut": cut or None, **document}, options.json, name)
+        first_keys = {"cut": cut or None, "step_groups": step_groups or None}
+        write_json({**first_keys, **document}, options.json, name)
     if options.csv:
         filled = {name: rows for name, rows in tables.items() if rows}
         write_tables(filled or dict(list(tables.items())[:1]), options.csv, "csv")
-    first = [cut] if cut else []
+    first = list(filter(None, (cut, step_groups)))
     if not options.to_stdout:
         print_text([*first, *lines])
     elif options.csv == "-":  # rows have no room for it

@@ -28,6 +28,7 @@ from stepmark.traces.trace_files import (
     deliver,
     map_traces,
     trace_files,
+    without_pauses,
 )
 from stepmark.traces.trace_options import CompareTracesOptions, KernelsOptions
 from stepmark.workloads.rules.pytorch.case import of_case
@@ -50,7 +51,7 @@ class _Rank:
 def kernels(options: KernelsOptions) -> int:
     """Print and write the table of operations."""
     options.check_stdout()
-    found = _read(options)
+    found = _read(without_pauses(options))
     if found is None:
         return 0
     ranks = found.ranks
@@ -69,7 +70,9 @@ def kernels(options: KernelsOptions) -> int:
         *trace_kernels_text.lines(ranks, rows, options.by),
         *(f"note: {note}" for note in notes),
     ]
-    deliver(options, "kernels", document, {"kernels": rows}, lines, found.cut)
+    deliver(
+        options, "kernels", document, {"kernels": rows}, lines, found.cut, found.step_groups
+    )
     return 0
 
 
@@ -181,6 +184,7 @@ class _Kernels:
     times: trace_breakdown.Ranks
     notes: list[str]
     cut: str
+    step_groups: str
 
 
 def _read(
@@ -201,6 +205,7 @@ def _read(
         times=_times(traces),
         notes=[*traces.notes, *notes, *_notes(traces, workload)],
         cut=traces.cut,
+        step_groups=traces.step_groups,
     )
 
 
