@@ -1,6 +1,7 @@
 """Traces of one job: which files, of which ranks, and what is refused or said."""
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -73,8 +74,27 @@ def test_traces_of_two_jobs_are_refused(tmp_path: Path) -> None:
 def test_two_windows_of_one_rank_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.json", 0)
     write(tmp_path / "b.json", 0)
-    with pytest.raises(ConfigError, match="both are of rank 0"):
+    with pytest.raises(ConfigError, match=r"Here are 2: .*/a.json \(1 rank\); .*/b.json"):
         map_traces(options(tmp_path), kernels)
+
+
+def test_each_of_several_windows_has_its_step_and_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for window in range(8):
+        for rank in range(2):
+            path = _steps_of(tmp_path / "rank0.json", [104 + window, 105 + window], rank=rank)
+            path.rename(tmp_path / f"train-{window}-rank{rank}.json")
+    assert status(["trace", "messages", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "\n" not in error.rstrip()
+    assert "Here are 8: " in error
+    assert error.endswith("; and 2 more.\n")
+    listed = error.partition("Here are 8: ")[2].split("; ")
+    command, _, facts = listed[1].partition(" (")
+    assert facts == "step of 0.1055 ms, 2 ranks)"
+    assert status(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out.startswith("steps 5-6 of ranks 0-1")
 
 
 def test_traces_that_do_not_overlap_in_time_are_said(tmp_path: Path) -> None:
@@ -175,8 +195,10 @@ def test_steps_are_shown_as_they_are_given() -> None:
         build(BreakdownOptions, {"files": ["a"], "steps": "9-7"})
 
 
-def _steps_of(path: Path, durations_us: Sequence[int], *, is_on_gpu: bool = True) -> Path:
-    writer = TraceWriter(0, 1)
+def _steps_of(
+    path: Path, durations_us: Sequence[int], *, is_on_gpu: bool = True, rank: int = 0
+) -> Path:
+    writer = TraceWriter(rank, 2)
     start = 0
     for number, duration in enumerate(durations_us, 5):
         writer.step(number, start, duration)

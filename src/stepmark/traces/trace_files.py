@@ -10,6 +10,7 @@ import glob
 import hashlib
 import itertools
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Generic, TypeVar
 
 from stepmark.cases.record import Measured
@@ -27,13 +29,13 @@ from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.grouping import group_by
 from stepmark.ground.option_groups import Files
 from stepmark.ground.read_text import read_head
-from stepmark.ground.units import ranks_text
+from stepmark.ground.units import plural, ranks_text
 from stepmark.ground.waiting import Waiting
 from stepmark.ground.workers import Workers, cores
 from stepmark.store.reader import find_run, read
 from stepmark.store.runs import TRACES
 from stepmark.store.view import print_text
-from stepmark.tables.columns import Row
+from stepmark.tables.columns import Row, digits
 from stepmark.tables.export import write_json, write_tables
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces.kineto.checks import checked
@@ -50,6 +52,7 @@ T = TypeVar("T", bound=TraceInputs)
 _SUFFIXES = (".json", ".json.gz")
 _RANK_IN_NAME = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)")
 _MAX_FILES = 100_000
+_MOST_WINDOWS = 6  # with a command each
 _MOST_CUT = 3  # traces of which the first line of a report says what was read
 
 
@@ -248,13 +251,7 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
     notes: list[str] = []
     named = [_with_rank(result, len(results), notes) for result in results]
     _refuse_two_jobs(named)
-    for rank, own in group_by(named, lambda result: result.info.rank).items():
-        if len(own) > 1:
-            value = f"{own[0].info.file} and {own[1].info.file}"
-            allowed = (
-                f"one trace of each rank; both are of rank {rank}: name the files of one window"
-            )
-            raise ConfigError("trace", value, allowed)
+    _refuse_several_windows(named, inputs)
     sizes = {result.info.world_size for result in named} - {None}
     least = max(max(1 + (r.info.rank or 0), r.least_ranks) for r in named)
     world_size = next(iter(sizes), None) or min(least, MAX_RANKS)
@@ -379,6 +376,26 @@ def _refuse_two_jobs(results: Sequence[RankResult[R]]) -> None:
             if a and b and a != b:
                 value = f"{first.file} ({what}: {a}) and {other.file} ({what}: {b})"
                 raise ConfigError("trace", value, "traces of one job")
+
+
+def _refuse_several_windows(results: Sequence[RankResult[R]], inputs: TraceInputs) -> None:
+    """Refuse several traces of one rank, with a command for each window that there is."""
+    if len({result.info.rank for result in results}) == len(results):
+        return
+    windows = group_by(results, lambda r: _RANK_IN_NAME.sub("rank*", Path(r.info.file).name))
+    commands = []
+    for pattern, own in windows.items():
+        file = Path(own[0].info.file)
+        word = str(file.with_name(pattern)) if len(own) > 1 else str(file)
+        groups = step_groups(own[0].windows)
+        took = median(groups.fast.values() if groups else own[0].windows.values() or [0]) / 1e6
+        step = f"step of {digits(took)} ms, " if took else ""
+        command = shlex.join(["stepmark", "trace", "breakdown", word])
+        commands.append(f"{command} ({step}{plural(len(own), 'rank')})")
+    if (more := len(commands) - _MOST_WINDOWS) > 0:
+        commands[_MOST_WINDOWS:] = [f"and {more} more"]
+    allowed = f"one trace of each rank, of one window. Here are {len(windows)}: "
+    raise ConfigError("trace", " ".join(inputs.files), allowed + "; ".join(commands))
 
 
 def _apart(infos: Sequence[RankInfo]) -> Iterator[str]:
