@@ -17,7 +17,7 @@ from stepmark.step.workload import ComputeOp, Workload
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
 from stepmark.timeline.trace_breakdown import RankTimes
-from stepmark.timeline.trace_columns import Damage, RankTrace
+from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces import trace_breakdown, trace_comparison, trace_kernels_text
 from stepmark.traces.kineto.breakdown import breakdown
 from stepmark.traces.kineto.checks import missing_work
@@ -102,7 +102,10 @@ def compare(options: CompareTracesOptions) -> int:
     steps = trace_comparison.step_rows(sides["A"].times, sides["B"].times)
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b, rows)
-    notes += trace_comparison.remarks(a, b, [*steps, *rows])
+    if _are_ranks_of_one_job(*sides.values()):
+        notes.append(trace_comparison.without_verdicts([*steps, *rows, total], options.files))
+    else:
+        notes += trace_comparison.remarks(a, b, [*steps, *rows])
     document = {
         "a": options.files[0],
         "b": options.files[1],
@@ -123,6 +126,19 @@ def compare(options: CompareTracesOptions) -> int:
     cut = " ".join(f"{name}: {side.cut}" for name, side in sides.items() if side.cut)
     deliver(options, "compare", document, {"compare": rows}, lines, cut)
     return 0
+
+
+def _are_ranks_of_one_job(a: "_Kernels", b: "_Kernels") -> bool:
+    """Return whether two sides are different ranks that ran at the same time, as one job."""
+    if {info.rank for info in a.infos} & {info.rank for info in b.infos}:
+        return False
+    jobs = {(info.world_size, info.backend) for info in (*a.infos, *b.infos)}
+    first, second = (
+        (min(info.first or 0 for info in own), max(info.last or 0 for info in own))
+        for own in (a.infos, b.infos)
+    )
+    overlap_ns = min(first[1], second[1]) - max(first[0], second[0])
+    return len(jobs) == 1 and overlap_ns > 0
 
 
 def profile_lines(folder: Path, record: Measured) -> list[str]:
@@ -185,6 +201,7 @@ class _Kernels:
     notes: list[str]
     cut: str
     step_groups: str
+    infos: tuple[RankInfo, ...]
 
 
 def _read(
@@ -206,6 +223,7 @@ def _read(
         notes=[*traces.notes, *notes, *_notes(traces, workload)],
         cut=traces.cut,
         step_groups=traces.step_groups,
+        infos=tuple(result.info for result in traces.results),
     )
 
 
