@@ -45,13 +45,15 @@ def breakdown(options: BreakdownOptions) -> int:
         return 0
     tables = times.tables if options.json or options.csv or options.html else {}
     if options.html:
+        lines = list(times.lines(details=True))
         page = trace_page.page(
             f"stepmark trace breakdown {' '.join(options.files)}",
             tables,
             times.bars,
-            histogram.rows(times.messages.histogram, num_ranks_seen=len(times.ranks)),
-            list(times.lines(details=True)),
-            lead=" ".join(filter(None, (times.cut, times.step_groups))),
+            # A step of a rank is one of as many as messages are means over.
+            histogram.rows(times.messages.histogram, num_ranks_seen=times.messages.num_steps),
+            lines,
+            lead=" ".join(filter(None, (times.cut, times.step_groups, lines[0]))),
         )
         write_text(options.html, page.html(), "html")
     document = {
@@ -61,8 +63,8 @@ def breakdown(options: BreakdownOptions) -> int:
         "definitions": report.DEFINITIONS,
         **tables,
     }
-    lines = times.lines(details=options.details)
-    deliver(options, "breakdown", document, tables, lines, times.cut, times.step_groups)
+    text = times.lines(details=options.details)
+    deliver(options, "breakdown", document, tables, text, times.cut, times.step_groups)
     return 0
 
 
