@@ -100,10 +100,14 @@ def test_a_trace_beside_another(capsys: pytest.CaptureFixture[str]) -> None:
     differences = [row["b_ns"] - row["a_ns"] for row in report["rows"]]
     assert report["total"]["difference_ns"] == pytest.approx(sum(differences), abs=0.1)
     assert [row["a_total_ns"] for row in report["rows"]] != []
-    assert {row["verdict"] for row in report["rows"]} >= {"cannot tell"}
+    of_one_job = [*report["rows"], *report["step"], report["total"]]
+    assert {(row["verdict"], row["reason"]) for row in of_one_job} == {("", "ranks of one job")}
+    assert f"stepmark trace breakdown {files[0]} {files[1]}" in report["notes"][-1]
     same = read(capsys, "compare", files[0], files[0])
     assert {row["difference_ns"] for row in same["rows"]} == {0.0}
-    single = read(capsys, "compare", *files, "--steps", "6")
+    assert {row["verdict"] for row in same["step"]} >= {"cannot tell"}
+    assert "two states" not in str(same)
+    single = read(capsys, "compare", files[0], files[0], "--steps", "6")
     assert {row["reason"] for row in single["rows"]} == {"a single step"}
     assert status(["trace", "compare", files[0]]) == 2
     assert "two" in capsys.readouterr().err

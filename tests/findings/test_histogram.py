@@ -302,7 +302,14 @@ def test_bars_add_up_and_the_page_is_whole(tmp_path: Path) -> None:
         for group in ("<b>0", "tp")
     }
     table = rows(held)
-    calls, _ = figures(table)
+    calls, sizes = figures(table, per="rank and step")
+    assert (calls.y.title, sizes.y.title) == (
+        "calls per rank and step",
+        "MiB per rank and step",
+    )
+    shown = sum(float(str(y)) for bar in sizes.series for y in bar.y)
+    assert shown == pytest.approx(total(table, "bytes_per_rank") / 2**20)
+    assert "1 calls per rank and step, 8 in all" in str(calls.series[0].hover)
     assert calls.title == "Calls by message size"
     bars = calls.series
     assert (

@@ -91,8 +91,15 @@ def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
     assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=", html)
     assert "stage 1, compute" in html
+    first = capsys.readouterr().out
+    answer_text = " ".join(first.partition("\n  ")[0].split())
+    assert " tokens/s/GPU, " in answer_text
+    assert f"<h1>{answer_text}" in html
+    assert "<dt>MFU</dt>" in html
+    assert not re.search(r"<dt>MFU</dt><dd>[^<]*MFU", html)
+    assert "sheet</dd>" not in html
     # Of a pipeline most of send and recv is the bubble, which is no transfer.
-    out = capsys.readouterr().out
+    out = first
     assert re.findall(r"\d +(\d) +of which +waiting for other ranks", out) == ["0", "1"]
     document = json.loads(answer.read_text())
     parts = {(row["stage"], row["part"]): row["time_ns"] for row in document["ledger_parts"]}

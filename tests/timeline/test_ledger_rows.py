@@ -10,6 +10,7 @@ import pytest
 from stepmark.timeline import ledger_svg
 from stepmark.timeline.ledger import Group, Idle, Ledger, Work
 from stepmark.timeline.ledger_rows import ledger_table, short_lines
+from stepmark.timeline.step_sentence import difference_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINES = [(group, str(work)) for group in (Group.COMPUTE, Group.OVERLAPPED) for work in Work]
@@ -164,3 +165,19 @@ def test_a_page_has_the_picture_in_the_colours_of_the_reader() -> None:
     assert page.count('role="img" aria-label="step"') == 2
     assert "var(--ink)" in page
     assert "xmlns" not in page
+
+
+def test_the_largest_differences_have_rows_although_their_lines_are_short() -> None:
+    host, data = (Group.IDLE, str(Idle.HOST)), (Group.IDLE, str(Idle.DATA))
+    copies = (Group.COPIES, "copy")
+    times = {(Group.COMPUTE, str(Work.MATMUL)): 110_800_000, host: 100_000, data: 0}
+    times |= {copies: 1_000_000, (Group.COMPUTE, str(Work.LOSS)): 900_000}
+    predicted = Ledger(window_ns=sum(times.values()), lines=times)
+    longer = times | {host: 874_000, data: 535_000}
+    measured = Ledger(window_ns=sum(longer.values()), lines=longer)
+    rows = {row.words: row.times_ms for row in ledger_table([predicted, measured]).rows}
+    assert list(rows) == ["matmul", "idle time (host)", "idle time (data)", "2 other lines"]
+    assert rows["idle time (host)"] == pytest.approx((0.1, 0.9))
+    text = "1.3 ms longer than predicted: idle time (host) +0.8 ms, idle time (data) +0.5 ms"
+    assert difference_text(predicted, measured) == text
+    assert "idle time (host)" not in str(ledger_table([measured, measured]).rows)

@@ -212,8 +212,10 @@ def test_who_waits_for_whom_is_exact(
     arrivals = [(row["num_last"], row["caused_ns"]) for row in report["arrivals"]]
     assert arrivals == [(0, 0), (1, 50_000)]
     out = run(capsys, tmp_path)[1]
-    waits = "The others wait for rank 1 the most: 0.050 ms of a step on average, hidden or not."
-    assert waits in out
+    waits = (
+        "slow rank: rank 1 arrives last in 1 of 1 collectives, and the others wait 50 us per"
+    )
+    assert f"{waits} step (median)" in out
     assert (
         "(0.015 of 0.065 ms is waiting, mostly for rank 1, which is idle longer"
         in out.splitlines()[0]
@@ -298,3 +300,22 @@ def test_tables_of_a_profiler_as_text_are_read_too(capsys: pytest.CaptureFixture
     )
     assert out.count("[concurrent]") == 1
     assert run(capsys, "examples/frontier-profiler-table.txt", "--steps", "1")[0] == 2
+
+
+def test_breakdown_and_messages_name_the_same_slow_rank_or_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrivals = [(100, 160, 400, 500), (100, 150, 450, 500), (110, 150, 400, 510)]
+    for rank, places in enumerate(arrivals):
+        writer = TraceWriter(rank=rank, world_size=3)
+        writer.step(1, 0, 700)
+        for number, start in enumerate(places):
+            end = (120, 180, 470, 530)[number]
+            writer.collective("allreduce", 1024, 1024, 20 + number, start, end - start)
+        writer.write(tmp_path)
+    out = run(capsys, tmp_path)[1]
+    assert "ms is waiting; slow rank: none)" in out.splitlines()[0]
+    line = "slow rank: none; rank 0 arrives last in 1 of 2 collectives"
+    assert line in out.splitlines()
+    assert status(["trace", "messages", str(tmp_path)]) == 0
+    assert line in capsys.readouterr().out.splitlines()

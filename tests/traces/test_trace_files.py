@@ -1,13 +1,15 @@
 """Traces of one job: which files, of which ranks, and what is refused or said."""
 
 import json
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.traces.comm_traces import TraceWriter
+from tests.traces.comm_traces import MAIN, TraceWriter
 
+from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build
 from stepmark.timeline.trace_columns import RankTrace
@@ -72,8 +74,27 @@ def test_traces_of_two_jobs_are_refused(tmp_path: Path) -> None:
 def test_two_windows_of_one_rank_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.json", 0)
     write(tmp_path / "b.json", 0)
-    with pytest.raises(ConfigError, match="both are of rank 0"):
+    with pytest.raises(ConfigError, match=r"Here are 2: .*/a.json \(1 rank\); .*/b.json"):
         map_traces(options(tmp_path), kernels)
+
+
+def test_each_of_several_windows_has_its_step_and_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for window in range(8):
+        for rank in range(2):
+            path = _steps_of(tmp_path / "rank0.json", [104 + window, 105 + window], rank=rank)
+            path.rename(tmp_path / f"train-{window}-rank{rank}.json")
+    assert status(["trace", "messages", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "\n" not in error.rstrip()
+    assert "Here are 8: " in error
+    assert error.endswith("; and 2 more.\n")
+    listed = error.partition("Here are 8: ")[2].split("; ")
+    command, _, facts = listed[1].partition(" (")
+    assert facts == "step of 0.1055 ms, 2 ranks)"
+    assert status(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out.startswith("steps 5-6 of ranks 0-1")
 
 
 def test_traces_that_do_not_overlap_in_time_are_said(tmp_path: Path) -> None:
@@ -172,3 +193,64 @@ def test_steps_are_shown_as_they_are_given() -> None:
     assert [number for number in range(12) if given.has_step(number)] == [5, 7, 8, 9]
     with pytest.raises(ConfigError, match="rising"):
         build(BreakdownOptions, {"files": ["a"], "steps": "9-7"})
+
+
+def _steps_of(
+    path: Path, durations_us: Sequence[int], *, is_on_gpu: bool = True, rank: int = 0
+) -> Path:
+    writer = TraceWriter(rank, 2)
+    start = 0
+    for number, duration in enumerate(durations_us, 5):
+        writer.step(number, start, duration)
+        if is_on_gpu:
+            writer.kernel("gemm", start + 1, start + 2, duration - 2)
+        else:
+            writer.add("cpu_op", "aten::mm", start + 1, duration - 2, MAIN)
+        start += duration
+    return writer.write(path.parent).rename(path)
+
+
+VERBS = ("breakdown", "ledger", "messages", "kernels", "critical-path")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_command_begins_with_steps_that_fall_in_two_groups(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trace", verb, str(_steps_of(tmp_path / "rank0.json", [104, 1007, 105, 1009]))]
+    assert status(words) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    groups = "2 of 0.1045 ms (--steps 5,7); 2 of 1.008 ms (--steps 6,8)"
+    assert first.startswith(f"The steps fall in two groups: {groups}.")
+    assert status([*words, "--steps", "5,7"]) == 0
+    assert "two groups" not in capsys.readouterr().out
+    assert status([*words, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_groups"] == first
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_paused_profile_of_a_calibration_is_its_steps_back_to_back(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _steps_of(tmp_path / "train-0a-paused-rank0.json", [104, 105, 1007, 1009])
+    plain = _steps_of(tmp_path / "rank0.json", [104, 105, 1007, 1009])
+    assert status(["trace", verb, str(plain), "--steps", "5-6"]) == 0
+    expected = capsys.readouterr().out
+    assert status(["trace", verb, str(path)]) == 0
+    text = capsys.readouterr().out
+    note = "steps 7-8 of this calibration's profile have pauses on purpose"
+    assert note in text
+    if verb != "critical-path":  # which is of one step
+        assert text.startswith(expected.rstrip("\n").rpartition("\n\nDefinitions")[0])
+    assert status(["trace", verb, str(path), "--steps", "7-8"]) == 0
+    assert note not in capsys.readouterr().out
+
+
+def test_steps_on_a_host_fall_in_two_groups_by_their_marks_and_noise_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _steps_of(tmp_path / "rank0.json", [100, 1000], is_on_gpu=False)
+    assert status(["trace", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("The steps fall in two groups: 1 of 0.1 ms")
+    assert status(["trace", str(_steps_of(tmp_path / "rank0.json", [100, 250, 600]))]) == 0
+    assert "two groups" not in capsys.readouterr().out

@@ -70,6 +70,14 @@ def test_rows_add_up_and_ranks_differ() -> None:
     assert sum(float(str(row["share_pct"])) for row in rows) == pytest.approx(100)
 
 
+def test_two_steps_a_side_are_in_no_two_states() -> None:
+    steady = {f"op{n}": [1000, 1001] for n in range(12)}
+    a = [(0, rank(mm=[1000, 2000], **steady))]
+    b = [(0, rank(mm=[1001, 2001], **steady))]
+    row = by_name(a, b)["mm"]
+    assert (row["verdict"], row["reason"]) == ("cannot tell", "2 steps a side are too few")
+
+
 def test_a_comparison_adds_up_and_judges() -> None:
     a = [(0, rank(mm=[1000, 1010, 990, 1000], add=[50] * 4, old=[3] * 4))]
     b = [(0, rank(mm=[500, 505, 495, 500], add=[50] * 4, new=[4, 0, 4, 4]))]

@@ -164,6 +164,12 @@ def test_breakdown_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ]
     assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=", html)
     assert "idle: host-bound" in html
+    answer = capsys.readouterr().out.splitlines()[0]
+    assert answer.startswith("steps 5-6 of ranks 0, 7: ")
+    assert answer in html.partition("<h2>")[0]
+    assert "calls per rank and step" in html
+    assert "MiB per rank and step" in html
+    assert "8 calls per rank and step" in html
     # A host alone has no streams.
     words[2:5] = [str(DATA / "cpu-only"), "--jobs"]
     assert status([*words[:4], "1", "--html", str(file)]) == 0

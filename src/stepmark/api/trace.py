@@ -44,7 +44,7 @@ class Trace(Table):
 
     def show(self, *, details: bool = False) -> None:
         """Print what `stepmark trace breakdown` prints. details: launch calls and copies."""
-        first = [self._times.cut] if self._times.cut else []
+        first = filter(None, (self._times.cut, self._times.step_groups))
         print("\n".join([*first, *self._times.lines(details=details)]))  # noqa: T201
 
 

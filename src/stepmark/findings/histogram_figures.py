@@ -4,27 +4,37 @@ from collections.abc import Iterator, Sequence
 
 from stepmark.findings.finding import Finding
 from stepmark.findings.histogram import MESSAGE, lines
-from stepmark.ground.units import format_bytes
+from stepmark.ground.units import format_bytes, parse_bytes
 from stepmark.tables.columns import Row, number, text
 from stepmark.tables.figures import Axis, Figure, Kind, Series
 from stepmark.tables.page import Section, paragraph, preformatted
 from stepmark.tables.row_tables import grouped
 
 
-def figures(rows: Sequence[Row]) -> Iterator[Figure]:
-    """Yield calls and bytes by size, and the expected time where it is known."""
+def figures(rows: Sequence[Row], per: str = "rank") -> Iterator[Figure]:
+    """Yield calls and bytes by size, and the expected time where it is known.
+
+    per: what the rows count as a rank.
+    """
     if not rows:
         return
     note = _note(rows)
-    yield bars(rows, "calls_per_rank", title="Calls", unit="calls per rank", note=note)
-    yield bars(rows, "bytes_per_rank", title="Bytes", unit="bytes per rank", note=note)
+    yield bars(rows, "calls_per_rank", title="Calls", unit="calls", note=note, per=per)
+    most_bytes = max(number(row, "bytes_per_rank") or 0.0 for row in rows)
+    unit = format_bytes(most_bytes).split()[-1]
+    num_bytes = parse_bytes(f"1{unit}", "bytes")
+    sizes = [row | {"size": (number(row, "bytes_per_rank") or 0.0) / num_bytes} for row in rows]
+    yield bars(sizes, "size", title="Bytes", unit=unit, note=note, per=per)
     if any(number(row, "expected_per_rank_s") for row in rows):
         note = "Calls times the time of one by the measured curve; overlap is not subtracted."
-        unit = "expected seconds per rank"
-        yield bars(rows, "expected_per_rank_s", title="Expected time", unit=unit, note=note)
+        key = "expected_per_rank_s"
+        title = "Expected time"
+        yield bars(rows, key, title=title, unit="expected seconds", note=note, per=per)
 
 
-def bars(rows: Sequence[Row], key: str, *, title: str, unit: str, note: str) -> Figure:
+def bars(
+    rows: Sequence[Row], key: str, *, title: str, unit: str, note: str, per: str = "rank"
+) -> Figure:
     """Return one bar per bin, stacked by collective, dtype, group and phase."""
     order = sorted({(number(row, "from_bytes") or 0.0, _bin(row)) for row in rows})
     named = [row | {"series": _series(row)} for row in rows]
@@ -33,14 +43,14 @@ def bars(rows: Sequence[Row], key: str, *, title: str, unit: str, note: str) -> 
         title=f"{title} by message size",
         note=note,
         x=Axis(title="message size", categories=list(dict.fromkeys(name for _, name in order))),
-        y=Axis(title=unit, has_zero=True),
+        y=Axis(title=f"{unit} per {per}", has_zero=True),
         series=[
             Series(
                 kind=Kind.BARS,
                 name=text(group[0], "series"),
                 x=[_bin(row) for row in group],
                 y=[number(row, key) for row in group],
-                hover=[_hover(row) for row in group],
+                hover=[_hover(row, per) for row in group],
             )
             for group in groups
         ],
@@ -89,10 +99,10 @@ def _series(row: Row) -> str:
     return " ".join(word for word in words if word) or "all"
 
 
-def _hover(row: Row) -> str:
+def _hover(row: Row, per: str) -> str:
     return (
         f"{text(row, 'series')}\n"
         f"{text(row, 'bin')} ({text(row, 'size_is')})\n"
-        f"{number(row, 'calls_per_rank') or 0:.6g} calls per rank, {row['calls']} in all\n"
-        f"{format_bytes(number(row, 'bytes_per_rank') or 0)} per rank"
+        f"{number(row, 'calls_per_rank') or 0:.6g} calls per {per}, {row['calls']} in all\n"
+        f"{format_bytes(number(row, 'bytes_per_rank') or 0)} per {per}"
     )

@@ -80,7 +80,7 @@ def _delivered(options: Job, prediction: Prediction) -> int:
     if options.html:
         from stepmark.predictions.prediction_page import page  # noqa: PLC0415 - numpy
 
-        write_text(options.html, page(document, prediction.step).html(), "html")
+        write_text(options.html, page(prediction, document).html(), "html")
     if not options.to_stdout:
         text = prediction_text.lines(
             prediction, document, all_stages=options.stages, all_notes=options.notes

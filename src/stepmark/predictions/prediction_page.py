@@ -6,7 +6,7 @@ from typing import Any
 from stepmark.predictions import measured_step
 from stepmark.predictions import prediction_text as text
 from stepmark.predictions.ledger_page import picture, stages
-from stepmark.predictions.simulation import SteadyStep
+from stepmark.predictions.prediction import Prediction
 from stepmark.tables.page import (
     Page,
     Section,
@@ -24,8 +24,9 @@ _NOTE = (
 )
 
 
-def page(document: Mapping[str, Any], step: SteadyStep) -> Page:
-    """Return the page of a prediction. document: of Prediction."""
+def page(prediction: Prediction, document: Mapping[str, Any]) -> Page:
+    """Return the page of a prediction. document: of the prediction."""
+    step = prediction.step
     ledgers = step.ledgers
     results = dict(text.headline(document))
     warnings = []
@@ -35,12 +36,7 @@ def page(document: Mapping[str, Any], step: SteadyStep) -> Page:
     if shape := text.step_text(document):
         lead += f": {shape}"
     one_stage = len(ledgers) == 1
-    total_s = sum(document["sources_s"].values())
-    shares = (f"{s / total_s:.1%} {name}" for name, s in document["sources_s"].items() if s)
-    sources = {
-        "calibration": document["calibration"] or "none",
-        "compute time": ", ".join(shares),
-    }
+    sources = {"calibration": document["calibration"] or "none"}  # others are notes
     table = list(text.memory_lines(document))
     memory = [Section("Memory of a rank", [preformatted(*table, is_table=True)])]
     notes = [items(document["notes"])] if document["notes"] else []
@@ -50,6 +46,7 @@ def page(document: Mapping[str, Any], step: SteadyStep) -> Page:
         measured = [Section("Measured step", [lines])]
     return Page(
         title=f"Prediction: {document['name']}",
+        headline=text.answer(prediction, document),
         lead=lead,
         sections=[
             Section("Prediction", [definitions(results.items()), *warnings]),

@@ -36,12 +36,12 @@ def lines(
     all_stages: with the ledger and the memory of every stage, line by line.
     """
     pairs = dict(headline(document))
-    case = prediction.inputs.case
-    rank = "rank" if case and case.device == "cpu" else "GPU"
-    yield from in_width(_answer(document, rank), "    ")
+    yield from in_width(answer(prediction, document), "    ")
     yield from in_width(f"  {', '.join(_assumptions(prediction, document))}", "    ")
-    others = ("HFU", "communication", "pipeline", "power", "energy")
+    others = ("communication", "pipeline", "power", "energy")
     figures = [pairs[name] for name in others if name in pairs]
+    if "HFU" in pairs:
+        figures.insert(0, f"{pairs['HFU']} HFU")
     if "throughput" in pairs and document["num_ranks"] > 1:
         figures.insert(0, f"{pairs['throughput']} in all")
     if figures:
@@ -68,8 +68,10 @@ def lines(
     yield from note_lines(notes, None if all_notes else MOST_NOTES, "--notes")
 
 
-def _answer(document: Mapping[str, Any], rank: str) -> str:
+def answer(prediction: Prediction, document: Mapping[str, Any]) -> str:
     """Return the step, the rate of a rank, whether it fits, and what bounds it."""
+    case = prediction.inputs.case
+    rank = "rank" if case and case.device == "cpu" else "GPU"
     least, most = ("at least ", "at most ") if document["is_lower_bound"] else ("", "")
     where = f"{document['num_ranks']} x {document['device']}"
     step = f"predicted step {least}{format_time(document['step_s'])}"
@@ -230,9 +232,9 @@ def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if document["tokens_per_s"]:
         yield "throughput", f"{most}{document['tokens_per_s']:,.0f} tokens/s"
     if document["mfu_pct"] is not None:
-        yield "MFU", f"{most}{document['mfu_pct']:.1f} % MFU (causal)"
+        yield "MFU", f"{most}{document['mfu_pct']:.1f} % (causal)"
     if document["hfu_pct"] is not None and document["hfu_pct"] != document["mfu_pct"]:
-        yield "HFU", f"{most}{document['hfu_pct']:.1f} % HFU"
+        yield "HFU", f"{most}{document['hfu_pct']:.1f} %"
     yield "limit", _limit(document)
     if document["comm_s"]:
         exposed = document["exposed_comm_s"]

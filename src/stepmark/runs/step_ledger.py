@@ -28,7 +28,12 @@ from stepmark.timeline.trace_columns import RankTrace
 from stepmark.traces.kineto.arrivals import RankParts, rank_parts
 from stepmark.traces.kineto.ledger import ledgers
 from stepmark.traces.trace import waiting_times
-from stepmark.traces.trace_files import deliver, map_traces, recorded_traces
+from stepmark.traces.trace_files import (
+    deliver,
+    map_traces,
+    recorded_traces,
+    without_pauses,
+)
 from stepmark.traces.trace_options import LedgerOptions, TraceInputs
 from stepmark.training.training_rates import means_of
 from stepmark.training.training_words import title
@@ -41,14 +46,14 @@ _SLOWEST = 3.0
 def ledger(options: LedgerOptions) -> int:
     """Print and write the ledger of every step of every rank."""
     options.check_stdout()
-    found = _read(options, shares=True)
+    found = _read(without_pauses(options), shares=True)
     if found is None:
         return 0
-    steps, notes, cut = found
+    steps, notes, first_sentences = found
     rows = report.step_rows(steps)
     document = {"notes": notes, "definitions": report.DEFINITIONS, "rows": rows}
     lines = (*report.step_lines(steps), *(f"note: {note}" for note in notes))
-    deliver(options, "ledger", document, {"ledger": rows}, lines, cut)
+    deliver(options, "ledger", document, {"ledger": rows}, lines, *first_sentences)
     return 0
 
 
@@ -151,8 +156,8 @@ def _profiled(path: Path) -> dict[str, tuple[Measured, Row]]:
 
 def _read(
     inputs: TraceInputs, *, shares: bool
-) -> tuple[list[RankLedger], list[str], str] | None:
-    """Return the ledger of each step of each rank, notes, and what is said of cut traces.
+) -> tuple[list[RankLedger], list[str], tuple[str, str]] | None:
+    """Return the ledger of each step of each rank, notes, and the first sentences of a report.
 
     None on ranks of a launcher that do not report.
     """
@@ -167,7 +172,7 @@ def _read(
         for rank, times in ranks
         for step, ledger in zip(times.steps, own[rank], strict=True)
     ]
-    return steps, [*traces.notes, *notes], traces.cut
+    return steps, [*traces.notes, *notes], (traces.cut, traces.step_groups)
 
 
 def _reduce(inputs: TraceInputs, trace: RankTrace) -> tuple[RankParts, tuple[Ledger, ...]]:

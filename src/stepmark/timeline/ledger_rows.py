@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 
 from stepmark.tables.columns import COUNT, Row, given
 from stepmark.tables.table import Table
-from stepmark.timeline.ledger import Group, Idle, Ledger
+from stepmark.timeline.ledger import Group, Idle, Ledger, Line
 from stepmark.timeline.ledger_text import UNEXPLAINED, doubt, lines_of, words_of
 
 _SMALLEST_SHARE = 0.01  # of the step: shorter lines are one
 _MOST_ROWS = 10
+_MOST_APART = 3  # lines that have a row whatever their length, as causes of a difference
 _PLACES = ((100e6, 1), (10e6, 2), (0.0, 3))  # of ms, by the length of the step in ns
 _MOST_ROWS_ALONE = 8  # with a title, the other lines, a rule and the step they are 12 lines
 _UNITS = {"s": 3, "ms": 0, "us": -3}  # powers of ten, in ms
@@ -52,6 +53,7 @@ def ledger_table(
 ) -> LedgerTable:
     """Return the largest lines of the ledgers by group; the others are one row.
 
+    Of several ledgers, the lines that differ the most have a row, too.
     Unexplained time has a row of its own, the last. Times are rounded such that those of a
     ledger add up to its rounded step.
     """
@@ -64,7 +66,8 @@ def ledger_table(
     has_unexplained = UNEXPLAINED in every
     large = [line for line in lines if longest[line] >= _SMALLEST_SHARE * longest_ns]
     most = most_rows - 1 if has_unexplained else most_rows
-    large = sorted(large, key=lambda line: -longest[line])[:most]
+    large = sorted(large, key=lambda line: -longest[line])
+    large = list(dict.fromkeys([*_most_apart(ledgers, lines, places), *large]))[:most]
     rest = [line for line in lines if line not in large]
     if len(rest) == 1:
         large = [*large, *rest]
@@ -87,6 +90,16 @@ def ledger_table(
         steps_ms=tuple(round(sum(column), places) for column in columns),
         places=places,
     )
+
+
+def _most_apart(ledgers: Sequence[Ledger], lines: Sequence[Line], places: int) -> list[Line]:
+    """Return the lines with the largest differences of those that a table would show."""
+    apart: dict[Line, int] = {}
+    for line in lines:
+        times_ns = [own.lines.get(line, 0) for own in ledgers]
+        apart[line] = max(times_ns) - min(times_ns)
+    shown = [line for line in lines if apart[line] >= 10 ** (6 - places)]
+    return sorted(shown, key=lambda line: -apart[line])[:_MOST_APART]
 
 
 def _rounded(times_ns: Sequence[int], places: int) -> list[float]:

@@ -1,6 +1,7 @@
 """Profiler traces of training steps: `stepmark trace`.
 
 - trace_options.py, trace_files.py: options; traces of one job.
+- step_groups.py: steps whose durations fall in two groups.
 - kineto/: read a trace into columns and attribute its time.
 - trace_cache.py: columns of large traces, kept for the next question.
 - trace.py, trace_breakdown.py, trace_page.py: `breakdown`, its text and its page.

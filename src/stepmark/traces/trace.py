@@ -26,7 +26,7 @@ from stepmark.traces.kineto.export import busy_steps
 from stepmark.traces.kineto.links import steps
 from stepmark.traces.kineto.matching import Messages
 from stepmark.traces.kineto.windows import is_communication
-from stepmark.traces.trace_files import damage_notes, deliver, map_traces
+from stepmark.traces.trace_files import damage_notes, deliver, map_traces, without_pauses
 from stepmark.traces.trace_options import BreakdownOptions, TraceInputs
 
 _MOST_BARS = MOST_BARS // MOST_LANES  # of one rank: the number of ranks is not known
@@ -45,13 +45,15 @@ def breakdown(options: BreakdownOptions) -> int:
         return 0
     tables = times.tables if options.json or options.csv or options.html else {}
     if options.html:
+        lines = list(times.lines(details=True))
         page = trace_page.page(
             f"stepmark trace breakdown {' '.join(options.files)}",
             tables,
             times.bars,
-            histogram.rows(times.messages.histogram, num_ranks_seen=len(times.ranks)),
-            list(times.lines(details=True)),
-            lead=times.cut,
+            # A step of a rank is one of as many as messages are means over.
+            histogram.rows(times.messages.histogram, num_ranks_seen=times.messages.num_steps),
+            lines,
+            lead=" ".join(filter(None, (times.cut, times.step_groups, lines[0]))),
         )
         write_text(options.html, page.html(), "html")
     document = {
@@ -61,8 +63,8 @@ def breakdown(options: BreakdownOptions) -> int:
         "definitions": report.DEFINITIONS,
         **tables,
     }
-    lines = times.lines(details=options.details)
-    deliver(options, "breakdown", document, tables, lines, times.cut)
+    text = times.lines(details=options.details)
+    deliver(options, "breakdown", document, tables, text, times.cut, times.step_groups)
     return 0
 
 
@@ -70,7 +72,7 @@ def breakdown(options: BreakdownOptions) -> int:
 class StepTimes:
     """Where the time of each step went, on each rank whose trace was read.
 
-    cut: which traces end early, and what of them was read, see TraceSet.
+    cut, step_groups: the first sentences of the report, see TraceSet.
     """
 
     world_size: int | None
@@ -80,6 +82,7 @@ class StepTimes:
     bars: dict[int, Bars]  # of a step, by rank; none unless there is a page
     notes: list[str]
     cut: str = ""
+    step_groups: str = ""
 
     @property
     def tables(self) -> dict[str, list[Row]]:
@@ -94,6 +97,7 @@ class StepTimes:
 
 def step_times(options: BreakdownOptions) -> StepTimes | None:
     """Read the traces. None on ranks of an outer launcher but the first."""
+    options = without_pauses(options)
     traces = map_traces(options, partial(_reduce, options))
     if traces is None:
         return None
@@ -107,6 +111,7 @@ def step_times(options: BreakdownOptions) -> StepTimes | None:
         bars={rank: own for r in traces.results for rank, own in r.value[1].items()},
         notes=[*traces.notes, *notes],
         cut=traces.cut,
+        step_groups=traces.step_groups,
     )
 
 

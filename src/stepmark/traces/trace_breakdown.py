@@ -27,6 +27,7 @@ from stepmark.tables.columns import (
 from stepmark.tables.table import Table
 from stepmark.timeline.ledger_text import spread_lines
 from stepmark.timeline.trace_breakdown import RankTimes, StepTimes
+from stepmark.traces.trace_messages_text import slow_rank, slow_rank_line
 
 Ranks = Sequence[tuple[int, RankTimes]]
 _MOST_ROWS = 16  # of a table by rank; above, the slowest are shown
@@ -242,14 +243,15 @@ def _waiting(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
         return " (how much of it is waiting for other ranks is not known)"
     if waiting <= _NOTABLE * took or not _sum(arrivals, "caused_ns"):
         return ""
-    worst = max(arrivals, key=lambda row: _ns(row, "caused_ns"))
-    is_most = 2 * _ns(worst, "caused_ns") > _sum(arrivals, "waiting_ns")
-    text = f"{MS.show(waiting)} of {MS.show(comm)} ms is waiting, "
-    text += f"{'mostly' if is_most else 'the most'} for rank {worst['rank']}"
+    caused = {row["rank"]: _ns(row, "caused_ns") for row in arrivals}
+    slowest = slow_rank({row["rank"]: _ns(row, "num_last") for row in arrivals})
+    text = f"{MS.show(waiting)} of {MS.show(comm)} ms is waiting"
+    if slowest is None:
+        return f" ({text}; slow rank: none)"
+    is_most = 2 * caused[slowest] > _sum(arrivals, "waiting_ns")
+    text += f", {'mostly' if is_most else 'in part'} for rank {slowest}"
     for name, cause in _CAUSES.items():
-        own, others = (
-            _mean(steps, name, o) for o in ({worst["rank"]}, ranks - {worst["rank"]})
-        )
+        own, others = (_mean(steps, name, o) for o in ({slowest}, ranks - {slowest}))
         if own - others > waiting / 2:
             return f" ({text}, {cause} {MS.show(own)} ms, others {MS.show(others)} ms)"
     return f" ({text})"
@@ -305,19 +307,21 @@ def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
     if len(rows) < 2:
         return
     order = sorted(rows, key=lambda row: -_ns(row, "caused_ns"))
-    worst = order[0]
     num_others = len(rows) - 1
     yield ""
-    if caused := _ns(worst, "caused_ns"):
-        each = MS.show(caused / _ns(worst, "steps") / num_others)
-        yield (
-            f"The others wait for rank {worst['rank']} the most: {each} ms of a step on "
-            f"average, hidden or not. It arrives last in {worst['num_last']} of "
-            f"{worst['num_calls']} calls."
-        )
+    yield slow_rank_line(
+        [
+            {
+                "rank": row["rank"],
+                "arrived_last": row["num_last"],
+                "waiting_s": _ns(row, "waiting_ns") / _ns(row, "steps") * 1e-9,
+            }
+            for row in rows
+        ]
+    )
     is_cut = len(rows) > _MOST_ROWS
     most = f", the {_MOST_ROWS} that are waited for the most" if is_cut else ""
-    yield f"Calls matched over ranks{most}; ms of a step, and of a call where it arrives early:"
+    yield f"Calls matched over ranks{most}; means in ms of a step, early: of a call:"
     shown: list[Row] = []
     for row in order[:_MOST_ROWS]:
         steps = _ns(row, "steps")

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -30,6 +31,7 @@ _MS = 1e6  # nanoseconds
 _SIZES = re.compile(
     r"(?<=_)\d+x\d+(?:x\d+)*(?:_\d+x\d+)*(?:_[hv](?=_))?|(?<![A-Za-z0-9.#])\d+(?![\w.])"
 )
+_LEAST_OF_STATES = 4  # steps a side: of fewer, one in each state is no state
 _FIELDS = ("a_ns", "b_ns", "difference_ns")
 Sums = dict[Label, Sum]
 # Sums of both sides, and the number of ranks by step.
@@ -85,7 +87,7 @@ def _compared(pairs: Sequence[Pair]) -> list[Row]:
         )
     )
     return [
-        _figures(pair) | (_verdict(next(judged)) if own else _unjudged(pair))
+        _figures(pair) | (_verdict(next(judged), own) if own else _unjudged(pair))
         for pair, own in zip(pairs, samples, strict=True)
     ]
 
@@ -142,13 +144,17 @@ def _samples(pair: Pair) -> tuple[Sample, Sample] | None:
     return first, second
 
 
-def _verdict(speed: Ratio) -> Row:
+def _verdict(speed: Ratio, samples: tuple[Sample, Sample]) -> Row:
     """Return the columns of a verdict. The bounds are of times, which are 1 / speed."""
+    reason = speed.reason.replace("launches", "steps")
+    num_steps = min(len(sample.logs) for sample in samples)
+    if num_steps < _LEAST_OF_STATES and "two states" in reason:
+        reason = f"{num_steps} steps a side are too few"
     return {
         "low": 1 / speed.high if speed.high else None,
         "high": 1 / speed.low if speed.low else None,
         "verdict": speed.verdict.value,
-        "reason": speed.reason.replace("launches", "steps"),
+        "reason": reason,
     }
 
 
@@ -160,6 +166,17 @@ def _unjudged(pair: Pair) -> Row:
     is_single = min(map(len, pair[1])) < 2
     reason = "a single step" if is_single else "not in every step"
     return row | {"verdict": Verdict.CANNOT_TELL.value, "reason": reason}
+
+
+def without_verdicts(table: Sequence[Row], files: Sequence[str]) -> str:
+    """Remove the verdicts of rows whose sides are ranks of one job, and return the reason."""
+    for row in table:
+        row |= {"low": None, "high": None, "verdict": "", "reason": "ranks of one job"}
+    return (
+        "both sides are ranks of one job in one window, and neither is a change of the other: "
+        "there are no verdicts; which rank the others wait for: "
+        + shlex.join(["stepmark", "trace", "breakdown", *files])
+    )
 
 
 def _counts(ranks: Ranks) -> Counter[int]:

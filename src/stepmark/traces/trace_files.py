@@ -10,13 +10,15 @@ import glob
 import hashlib
 import itertools
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Generic, TypeVar
 
 from stepmark.cases.record import Measured
@@ -27,13 +29,13 @@ from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.grouping import group_by
 from stepmark.ground.option_groups import Files
 from stepmark.ground.read_text import read_head
-from stepmark.ground.units import ranks_text
+from stepmark.ground.units import plural, ranks_text
 from stepmark.ground.waiting import Waiting
 from stepmark.ground.workers import Workers, cores
 from stepmark.store.reader import find_run, read
 from stepmark.store.runs import TRACES
 from stepmark.store.view import print_text
-from stepmark.tables.columns import Row
+from stepmark.tables.columns import Row, digits
 from stepmark.tables.export import write_json, write_tables
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces.kineto.checks import checked
@@ -41,13 +43,16 @@ from stepmark.traces.kineto.events import LEFT_OUT
 from stepmark.traces.kineto.links import step_numbers
 from stepmark.traces.kineto.reader import read_trace
 from stepmark.traces.kineto.stream import looks_like_trace
+from stepmark.traces.step_groups import is_paused, step_groups, step_windows
 from stepmark.traces.trace_cache import read_cached
-from stepmark.traces.trace_options import TraceInputs
+from stepmark.traces.trace_options import StepRanges, TraceInputs
 
 R = TypeVar("R")
+T = TypeVar("T", bound=TraceInputs)
 _SUFFIXES = (".json", ".json.gz")
 _RANK_IN_NAME = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)")
 _MAX_FILES = 100_000
+_MOST_WINDOWS = 6  # with a command each
 _MOST_CUT = 3  # traces of which the first line of a report says what was read
 
 
@@ -55,12 +60,14 @@ _MOST_CUT = 3  # traces of which the first line of a report says what was read
 class RankResult(Generic[R]):
     """What was made of one rank's trace. info.rank is known, see `notes` of the set.
 
-    steps: that are marked. least_ranks: of the job, by the groups of its collectives.
+    steps: that are marked. windows: their durations in ns. least_ranks: of the job, by the
+    groups of its collectives.
     """
 
     info: RankInfo
     value: R
     steps: frozenset[int] = frozenset()
+    windows: Mapping[int, int] = field(default_factory=dict)
     least_ranks: int = 1
 
 
@@ -69,7 +76,7 @@ class TraceSet(Generic[R]):
     """Results of all traces of one job by rank, and what to say about them.
 
     cut: the first sentence of every report: which traces end early, and what of them was read;
-    "" where all are whole.
+    "" where all are whole. step_groups: the second one, where steps fall in two groups.
     """
 
     results: tuple[RankResult[R], ...]
@@ -77,6 +84,7 @@ class TraceSet(Generic[R]):
     missing: tuple[int, ...]
     notes: tuple[str, ...]
     cut: str = ""
+    step_groups: str = ""
 
 
 def map_traces(
@@ -191,6 +199,7 @@ def _read(
         info=trace.info,
         value=reduce(trace),
         steps=frozenset(step_numbers(trace)),
+        windows=step_windows(trace),
         least_ranks=max(sizes, default=1),
     )
 
@@ -242,13 +251,7 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
     notes: list[str] = []
     named = [_with_rank(result, len(results), notes) for result in results]
     _refuse_two_jobs(named)
-    for rank, own in group_by(named, lambda result: result.info.rank).items():
-        if len(own) > 1:
-            value = f"{own[0].info.file} and {own[1].info.file}"
-            allowed = (
-                f"one trace of each rank; both are of rank {rank}: name the files of one window"
-            )
-            raise ConfigError("trace", value, allowed)
+    _refuse_several_windows(named, inputs)
     sizes = {result.info.world_size for result in named} - {None}
     least = max(max(1 + (r.info.rank or 0), r.least_ranks) for r in named)
     world_size = next(iter(sizes), None) or min(least, MAX_RANKS)
@@ -261,6 +264,7 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
         )
     notes += _apart([result.info for result in named])
     notes += _unequal_steps(named)
+    notes += _left_out_pauses(named[0], inputs)
     notes += damage_notes((r.info.rank or 0, damage) for r in named for damage in r.info.damage)
     if inputs.ranks is not None:
         if absent := set(inputs.ranks) - known:
@@ -274,6 +278,7 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
         missing=missing,
         notes=tuple(notes),
         cut=_cut_text([result.info for result in named]),
+        step_groups=_step_groups_text(named, inputs),
     )
 
 
@@ -294,6 +299,42 @@ def _cut_text(infos: Sequence[RankInfo]) -> str:
         f"{which}, the end is missing: {cut[0].cut}. Only this part was read: "
         f"{'; '.join(parts)}. All figures are of it alone."
     )
+
+
+def _step_groups_text(results: Sequence[RankResult[R]], inputs: TraceInputs) -> str:
+    """Return which of the chosen steps fall in two groups, on the first rank where they do."""
+    for result in results:
+        own = {step: time for step, time in result.windows.items() if inputs.has_step(step)}
+        if groups := step_groups(own):
+            of_rank = f" (rank {result.info.rank})" if len(results) > 1 else ""
+            return f"{groups}{of_rank}"
+    return ""
+
+
+def without_pauses(inputs: T) -> T:
+    """Return inputs that choose the steps back to back of a calibration's paused profile.
+
+    In its other half the device waits, on purpose, until its clock has recovered.
+    """
+    files = trace_files(inputs)
+    if inputs.steps is not None or not is_paused(files):
+        return inputs
+    read = _checked_trace if inputs.no_cache else partial(read_cached, read=_checked_trace)
+    groups = step_groups(step_windows(read(files[0])))
+    if groups is None:
+        return inputs
+    return replace(inputs, steps=StepRanges((step, step) for step in groups.fast))
+
+
+def _left_out_pauses(result: RankResult[R], inputs: TraceInputs) -> Iterator[str]:
+    """Yield a note where only steps without pauses of a calibration are chosen."""
+    groups = step_groups(result.windows)
+    if groups and is_paused([result.info.file]) and not any(map(inputs.has_step, groups.slow)):
+        slow = ranks_text(groups.slow).replace("rank", "step")
+        yield (
+            f"{slow} of this calibration's profile have pauses on purpose and are left out; "
+            f"--steps {slow.split(' ', 1)[1].replace(' ', '')} has them"
+        )
 
 
 def _extent(info: RankInfo) -> str:
@@ -337,6 +378,26 @@ def _refuse_two_jobs(results: Sequence[RankResult[R]]) -> None:
                 raise ConfigError("trace", value, "traces of one job")
 
 
+def _refuse_several_windows(results: Sequence[RankResult[R]], inputs: TraceInputs) -> None:
+    """Refuse several traces of one rank, with a command for each window that there is."""
+    if len({result.info.rank for result in results}) == len(results):
+        return
+    windows = group_by(results, lambda r: _RANK_IN_NAME.sub("rank*", Path(r.info.file).name))
+    commands = []
+    for pattern, own in windows.items():
+        file = Path(own[0].info.file)
+        word = str(file.with_name(pattern)) if len(own) > 1 else str(file)
+        groups = step_groups(own[0].windows)
+        took = median(groups.fast.values() if groups else own[0].windows.values() or [0]) / 1e6
+        step = f"step of {digits(took)} ms, " if took else ""
+        command = shlex.join(["stepmark", "trace", "breakdown", word])
+        commands.append(f"{command} ({step}{plural(len(own), 'rank')})")
+    if (more := len(commands) - _MOST_WINDOWS) > 0:
+        commands[_MOST_WINDOWS:] = [f"and {more} more"]
+    allowed = f"one trace of each rank, of one window. Here are {len(windows)}: "
+    raise ConfigError("trace", " ".join(inputs.files), allowed + "; ".join(commands))
+
+
 def _apart(infos: Sequence[RankInfo]) -> Iterator[str]:
     """Yield a note where two traces were not taken at the same time."""
     spans = [(info.first, info.last, info.rank) for info in infos if info.first is not None]
@@ -373,17 +434,19 @@ def deliver(
     tables: Mapping[str, list[Row]],
     lines: Iterable[str],
     cut: str,
+    step_groups: str = "",
 ) -> None:
     """Write the files of a report, and print it unless stdout is one of them.
 
-    name: of the files in a folder. cut: its first line, see TraceSet.
+    name: of the files in a folder. cut, step_groups: its first lines, see TraceSet.
     """
     if options.json:
-        write_json({"cut": cut or None, **document}, options.json, name)
+        first_keys = {"cut": cut or None, "step_groups": step_groups or None}
+        write_json({**first_keys, **document}, options.json, name)
     if options.csv:
         filled = {name: rows for name, rows in tables.items() if rows}
         write_tables(filled or dict(list(tables.items())[:1]), options.csv, "csv")
-    first = [cut] if cut else []
+    first = list(filter(None, (cut, step_groups)))
     if not options.to_stdout:
         print_text([*first, *lines])
     elif options.csv == "-":  # rows have no room for it

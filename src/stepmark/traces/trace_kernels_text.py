@@ -14,7 +14,7 @@ from stepmark.tables.table import Table
 UNATTRIBUTED = "unattributed"
 MOST_ROWS = 40
 _WIDTH = 90
-_MUCH = 50  # percent
+_MUCH = 25  # percent
 _MS = 1e6  # nanoseconds
 
 DEFINITIONS = (
@@ -153,8 +153,11 @@ def hints(table: Sequence[Row], by: str) -> Iterator[str]:
     """Yield what would tell more where much of the time is not attributed."""
     shares = [number(row, "share_pct") for row in table if UNATTRIBUTED in row.values()]
     if sum(shares) > _MUCH:
-        other = "--by op" if by == "module" else "--workload FILE tells products, --by op"
-        yield f"{sum(shares):.0f} % of the time is {UNATTRIBUTED}: {other} shows operations"
+        workload = "" if by == "module" else "--workload FILE tells roles of products, "
+        yield (
+            f"{sum(shares):.0f} % of the time is {UNATTRIBUTED}: a profile with "
+            f"with_stack=True has the modules, {workload}--by op shows operations"
+        )
     if any(row.get("role") in ("blocks", "root") for row in table):
         yield (
             "blocks and root are FSDP's gathers, reductions and their copies: of transformer "

@@ -17,7 +17,7 @@ from stepmark.step.workload import ComputeOp, Workload
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
 from stepmark.timeline.trace_breakdown import RankTimes
-from stepmark.timeline.trace_columns import Damage, RankTrace
+from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces import trace_breakdown, trace_comparison, trace_kernels_text
 from stepmark.traces.kineto.breakdown import breakdown
 from stepmark.traces.kineto.checks import missing_work
@@ -28,6 +28,7 @@ from stepmark.traces.trace_files import (
     deliver,
     map_traces,
     trace_files,
+    without_pauses,
 )
 from stepmark.traces.trace_options import CompareTracesOptions, KernelsOptions
 from stepmark.workloads.rules.pytorch.case import of_case
@@ -50,7 +51,7 @@ class _Rank:
 def kernels(options: KernelsOptions) -> int:
     """Print and write the table of operations."""
     options.check_stdout()
-    found = _read(options)
+    found = _read(without_pauses(options))
     if found is None:
         return 0
     ranks = found.ranks
@@ -69,7 +70,9 @@ def kernels(options: KernelsOptions) -> int:
         *trace_kernels_text.lines(ranks, rows, options.by),
         *(f"note: {note}" for note in notes),
     ]
-    deliver(options, "kernels", document, {"kernels": rows}, lines, found.cut)
+    deliver(
+        options, "kernels", document, {"kernels": rows}, lines, found.cut, found.step_groups
+    )
     return 0
 
 
@@ -99,7 +102,10 @@ def compare(options: CompareTracesOptions) -> int:
     steps = trace_comparison.step_rows(sides["A"].times, sides["B"].times)
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b, rows)
-    notes += trace_comparison.remarks(a, b, [*steps, *rows])
+    if _are_ranks_of_one_job(*sides.values()):
+        notes.append(trace_comparison.without_verdicts([*steps, *rows, total], options.files))
+    else:
+        notes += trace_comparison.remarks(a, b, [*steps, *rows])
     document = {
         "a": options.files[0],
         "b": options.files[1],
@@ -120,6 +126,19 @@ def compare(options: CompareTracesOptions) -> int:
     cut = " ".join(f"{name}: {side.cut}" for name, side in sides.items() if side.cut)
     deliver(options, "compare", document, {"compare": rows}, lines, cut)
     return 0
+
+
+def _are_ranks_of_one_job(a: "_Kernels", b: "_Kernels") -> bool:
+    """Return whether two sides are different ranks that ran at the same time, as one job."""
+    if {info.rank for info in a.infos} & {info.rank for info in b.infos}:
+        return False
+    jobs = {(info.world_size, info.backend) for info in (*a.infos, *b.infos)}
+    first, second = (
+        (min(info.first or 0 for info in own), max(info.last or 0 for info in own))
+        for own in (a.infos, b.infos)
+    )
+    overlap_ns = min(first[1], second[1]) - max(first[0], second[0])
+    return len(jobs) == 1 and overlap_ns > 0
 
 
 def profile_lines(folder: Path, record: Measured) -> list[str]:
@@ -181,6 +200,8 @@ class _Kernels:
     times: trace_breakdown.Ranks
     notes: list[str]
     cut: str
+    step_groups: str
+    infos: tuple[RankInfo, ...]
 
 
 def _read(
@@ -201,6 +222,8 @@ def _read(
         times=_times(traces),
         notes=[*traces.notes, *notes, *_notes(traces, workload)],
         cut=traces.cut,
+        step_groups=traces.step_groups,
+        infos=tuple(result.info for result in traces.results),
     )
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TypeVar
 
 from stepmark.cases.message import Histogram, MessageKind
 from stepmark.findings import histogram
@@ -22,6 +23,7 @@ from stepmark.tables.columns import (
     text,
 )
 
+Rank = TypeVar("Rank")
 _HIDDEN = {
     "time_s",
     "calls",
@@ -227,6 +229,15 @@ def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
         yield slow_rank_line(ranks)
 
 
+def slow_rank(counts: Mapping[Rank, int]) -> Rank | None:
+    """Return the rank that arrives last in most calls; None where no rank does.
+
+    counts: calls in which each rank arrives last.
+    """
+    slowest = max(counts, key=lambda rank: counts[rank])
+    return slowest if 2 * counts[slowest] > sum(counts.values()) else None
+
+
 def slow_rank_line(rows: Sequence[Row]) -> str:
     """Return which rank the others wait for, as text."""
     known = ((row["rank"], number(row, "arrived_last")) for row in rows)
@@ -235,13 +246,14 @@ def slow_rank_line(rows: Sequence[Row]) -> str:
     if len(counts) < 2 or not calls:
         return "slow rank: not known, as no collective is timed on all its ranks"
     slowest = max(counts, key=lambda rank: counts[rank])
-    last = counts[slowest]
-    text = f"rank {slowest} arrives last in {last} of {calls} collectives"
-    if 2 * last <= calls:
+    text = f"rank {slowest} arrives last in {counts[slowest]} of {calls} collectives"
+    if slow_rank(counts) is None:
         return f"slow rank: none; {text}"
     others = (number(row, "waiting_s") for row in rows if row["rank"] != slowest)
     waits = [wait for wait in others if wait is not None]
-    waited = f", and the others wait {format_time(median(waits))} per step" if waits else ""
+    waited = (
+        f", and the others wait {format_time(median(waits))} per step (median)" if waits else ""
+    )
     return f"slow rank: {text}{waited}"
 
 

@@ -34,7 +34,13 @@ from stepmark.traces import trace_messages_text as report
 from stepmark.traces.kineto.matching import is_synchronizing, match
 from stepmark.traces.kineto.messages import RankMessages, rank_messages
 from stepmark.traces.kineto.stream import looks_like_trace
-from stepmark.traces.trace_files import TraceSet, damage_notes, deliver, map_traces
+from stepmark.traces.trace_files import (
+    TraceSet,
+    damage_notes,
+    deliver,
+    map_traces,
+    without_pauses,
+)
 from stepmark.traces.trace_options import MessagesOptions
 
 _MAX_NOTES = 40
@@ -51,7 +57,8 @@ def messages(options: MessagesOptions) -> int:
         allowed = "given without --network, which has its own rates"
         raise ConfigError("network-speedup", options.network_speedup, allowed)
     words, others = split_sources(options.files)
-    traces = map_traces(replace(options, files=tuple(words)), rank_messages)
+    options = without_pauses(replace(options, files=tuple(words)))
+    traces = map_traces(options, rank_messages)
     if traces is None:
         return 0
     names = [Path(result.info.file).name for result in traces.results]
@@ -64,7 +71,7 @@ def messages(options: MessagesOptions) -> int:
     if options.html:
         page = Page(
             title="stepmark trace messages",
-            lead=traces.cut,
+            lead=" ".join(filter(None, (traces.cut, traces.step_groups))),
             sections=[section(f"messages of {traces.world_size} ranks", view.rows)],
         )
         write_text(options.html, page.html(), "html")
@@ -74,7 +81,8 @@ def messages(options: MessagesOptions) -> int:
         "copies": view.copies,
         "sources": view.compared,
     }
-    deliver(options, "messages", view.document(), tables, view.text(), traces.cut)
+    lead = traces.cut, traces.step_groups
+    deliver(options, "messages", view.document(), tables, view.text(), *lead)
     return 0
 
 

@@ -66,7 +66,9 @@ def page(
     lines: Sequence[str],
     lead: str = "",
 ) -> Page:
-    """Return the page. tables: of the breakdown; messages: rows of a histogram."""
+    """Return the page. tables: of the breakdown; messages: rows of a histogram, whose
+    ranks are steps of ranks.
+    """
     return Page(
         title=title,
         lead=lead,
@@ -74,7 +76,7 @@ def page(
             *streams(bars_of, "Times are those of each rank's clock."),
             *_steps(tables["steps"]),
             *_hidden(tables["communication"], len(tables["steps"])),
-            *histogram_figures.figures(messages),
+            *histogram_figures.figures(messages, per="rank and step"),
             Section("Report", [preformatted(*lines)]),
         ],
     )

@@ -6,13 +6,14 @@ from stepmark.ground.errors import ConfigError
 from stepmark.traces import trace_path_text as report
 from stepmark.traces.kineto.critical_path import critical_path
 from stepmark.traces.kineto.step_work import StepWork, step_work
-from stepmark.traces.trace_files import deliver, map_traces
+from stepmark.traces.trace_files import deliver, map_traces, without_pauses
 from stepmark.traces.trace_options import CriticalPathOptions
 
 
 def run(options: CriticalPathOptions) -> int:
     """Print and write the path of each chosen step."""
     options.check_stdout()
+    options = without_pauses(options)
     traces = map_traces(options, partial(step_work, options))
     if traces is None:
         return 0
@@ -32,5 +33,5 @@ def run(options: CriticalPathOptions) -> int:
     tables = report.tables(paths)
     document = {"notes": traces.notes, "definitions": report.DEFINITIONS, **tables}
     lines = [*report.lines(paths), *(f"note: {note}" for note in traces.notes)]
-    deliver(options, "critical-path", document, tables, lines, traces.cut)
+    deliver(options, "critical-path", document, tables, lines, traces.cut, traces.step_groups)
     return 0

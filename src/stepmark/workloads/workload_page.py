@@ -102,9 +102,12 @@ def sizes(workload: Workload, stage: int) -> list[Figure]:
     note = "One rank, one step. Sizes as nccl-tests counts them."
     if len(workload.stages) > 1:
         note += f" Stage {stage}."
+    per = "rank and step"
     return [
-        histogram_figures.bars(rows, "calls_per_rank", title="Calls", unit="calls", note=note),
-        histogram_figures.bars(rows, "gib", title="Bytes", unit="GiB", note=note),
+        histogram_figures.bars(
+            rows, "calls_per_rank", title="Calls", unit="calls", note=note, per=per
+        ),
+        histogram_figures.bars(rows, "gib", title="Bytes", unit="GiB", note=note, per=per),
     ]
 
 
