@@ -46,6 +46,29 @@ def test_figures_of_a_prediction_are_those_of_its_document(prediction: sm.Predic
     assert prediction.ledger.rows() == prediction.rows() == document["ledger"]
 
 
+def test_a_framework_s_step_is_that_of_the_command_line(tmp_path: Path) -> None:
+    own = sm.predict(MODEL, framework="megatron", nproc=16, tp=2, gbs=32, device="h200")
+    words = f"predict {MODEL} --framework megatron --nproc 16 --tp 2 --gbs 32 --device h200"
+    stepmark(*words.split(), "--json", "p.json", cwd=tmp_path)
+    document = json.loads(json.dumps(own.document))  # tuples as lists
+    assert document == json.loads((tmp_path / "p.json").read_text())
+    options: dict[str, Any] = {"nproc": 16, "gbs": 32, "device": "h200"}
+    several = sm.predict(MODEL, framework="megatron", tp=[1, 2], **options)
+    assert own.step_s in [row["step_s"] for row in several]
+    assert len(several) == 2
+
+
+def test_what_a_framework_s_step_refuses() -> None:
+    of_8: dict[str, Any] = {"nproc": 8, "device": "h200", "use_distributed_optimizer": True}
+    for framework in (None, "pytorch"):
+        message = refused(lambda name=framework: sm.predict(MODEL, framework=name, **of_8))
+        assert message.endswith("it works only with framework megatron.")
+    assert "did you mean megatron?" in refused(lambda: sm.predict(MODEL, framework="megatrom"))
+    own = sm.workload(MODEL, framework="fsdp", world_size=8)
+    message = refused(lambda: sm.predict(own, framework="fsdp", device="h200"))
+    assert "left out: the workload has its rules" in message
+
+
 @pytest.mark.parametrize(
     ("mbs", "device", "verdict", "fits"),
     [
@@ -79,6 +102,12 @@ def test_figures_of_a_plan_are_those_of_its_best_layout() -> None:
     assert one.memory.fits is (best["verdict"] == "fits")
     several = sm.plan(MODEL, gpus=[8, 16], **options)
     assert len(several.best) == 2
+    for number in (0, len(several) - 1):  # a row of each number of GPUs
+        row = several.rows()[number]
+        own = several.predict(number)
+        assert own.document["num_ranks"] == row["gpus"]
+        assert own.step_s == pytest.approx(row["step_s"])
+    assert one.predict().step_s == pytest.approx(best["step_s"])
     assert (several.step_s, several.mfu_pct, several.memory) == (None, None, None)
 
 
