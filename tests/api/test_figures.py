@@ -14,6 +14,7 @@ from tests.cli.process import stepmark
 import stepmark as sm
 from stepmark.api.sweep import _swept as swept
 from stepmark.cases.sweep import split_values
+from stepmark.traces.trace_breakdown import slow_rank
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
@@ -44,6 +45,29 @@ def test_figures_of_a_prediction_are_those_of_its_document(prediction: sm.Predic
     assert low_s < prediction.step_s < high_s
     assert prediction.interval.coverage == 0.9
     assert prediction.ledger.rows() == prediction.rows() == document["ledger"]
+
+
+def test_a_framework_s_step_is_that_of_the_command_line(tmp_path: Path) -> None:
+    own = sm.predict(MODEL, framework="megatron", nproc=16, tp=2, gbs=32, device="h200")
+    words = f"predict {MODEL} --framework megatron --nproc 16 --tp 2 --gbs 32 --device h200"
+    stepmark(*words.split(), "--json", "p.json", cwd=tmp_path)
+    document = json.loads(json.dumps(own.document))  # tuples as lists
+    assert document == json.loads((tmp_path / "p.json").read_text())
+    options: dict[str, Any] = {"nproc": 16, "gbs": 32, "device": "h200"}
+    several = sm.predict(MODEL, framework="megatron", tp=[1, 2], **options)
+    assert own.step_s in [row["step_s"] for row in several]
+    assert len(several) == 2
+
+
+def test_what_a_framework_s_step_refuses() -> None:
+    of_8: dict[str, Any] = {"nproc": 8, "device": "h200", "use_distributed_optimizer": True}
+    for framework in (None, "pytorch"):
+        message = refused(lambda name=framework: sm.predict(MODEL, framework=name, **of_8))
+        assert message.endswith("it works only with framework megatron.")
+    assert "did you mean megatron?" in refused(lambda: sm.predict(MODEL, framework="megatrom"))
+    own = sm.workload(MODEL, framework="fsdp", world_size=8)
+    message = refused(lambda: sm.predict(own, framework="fsdp", device="h200"))
+    assert "left out: the workload has its rules" in message
 
 
 @pytest.mark.parametrize(
@@ -79,6 +103,15 @@ def test_figures_of_a_plan_are_those_of_its_best_layout() -> None:
     assert one.memory.fits is (best["verdict"] == "fits")
     several = sm.plan(MODEL, gpus=[8, 16], **options)
     assert len(several.best) == 2
+    for number in (0, len(several) - 1):  # a row of each number of GPUs
+        row = several.rows()[number]
+        own = several.predict(number)
+        assert own.document["num_ranks"] == row["gpus"]
+        assert own.step_s == pytest.approx(row["step_s"])
+    assert one.predict().step_s == pytest.approx(best["step_s"])
+    assert list(one.plot().data[-1].y) == [row["step_s"] for row in one]
+    assert several[:1].rows() == [several[0]] == several.best[:1]
+    assert several[-1] == several.rows()[-1]
     assert (several.step_s, several.mfu_pct, several.memory) == (None, None, None)
 
 
@@ -125,6 +158,25 @@ def test_figures_of_a_trace_are_means_over_its_steps() -> None:
         figure = {"window_ns": own.step_s}.get(name, getattr(own, name[:-2] + "s", None))
         mean = sum(int(str(row[name])) for row in rows) / len(rows) * 1e-9
         assert figure == pytest.approx(mean)
+    assert own.step_s is not None
+    assert sum(float(str(row["time_ns"])) for row in own.ledger) == pytest.approx(
+        own.step_s * 1e9
+    )
+    bars = sum(sum(trace.y) for trace in own.plot().data)
+    assert bars == pytest.approx(2 * own.step_s * 1e3)  # of two ranks
+    assert {row["collective"] for row in own.messages} >= {"all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize(
+    ("last", "slowest"), [((1, 3), 1), ((2, 2), None), ((0, 0), None), ((3,), None), ((), None)]
+)
+def test_the_slow_rank_arrives_last_in_most_calls(
+    last: tuple[int, ...], slowest: int | None
+) -> None:
+    rows: list[dict[str, object]] = [
+        {"rank": rank, "num_last": count} for rank, count in enumerate(last)
+    ]
+    assert slow_rank(rows) == slowest
 
 
 def test_figures_of_a_workload_are_of_all_ranks() -> None:
@@ -201,6 +253,8 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert own.mfu_pct == source["flops"][0]["mfu_pct"]
     assert (own.state, own.exit_code) == ("finished", done.returncode)
     assert own.answer == expected["answer"]["text"]
+    assert own.steps.rows() == source["steps"]
+    assert sum(len(trace.x) for trace in own.plot().data[:3]) >= len(own.steps)
     own.show()
     assert capsys.readouterr().out == done.stdout
 
@@ -212,6 +266,9 @@ def test_logs_of_a_failure_are_no_exception() -> None:
     assert (own.step_s, own.mfu_pct) == (None, None)
     tables = sm.logs(ROOT / "tests/data/nccl-tests/8xH200-all_reduce.txt")
     assert (tables.answer, tables.state, tables.exit_code) == (None, None, 0)
+    assert not tables.steps.rows()
+    with pytest.raises(sm.StepmarkError, match="no steps to plot"):
+        tables.plot()
 
 
 def test_a_finished_sweep_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from stepmark.operators.op_options import options_class
 
 VERBS = [("op", "gemm"), ("op", "all"), ("op", ""), ("comm", ""), ("train", "")]
 VERBS += [("replay", ""), ("predict", ""), ("compare", ""), ("trace", ""), ("workload", "ddp")]
-VERBS += [("plan", ""), ("run", ""), ("sweep", ""), ("logs", "")]
+VERBS += [("plan", ""), ("predict", "megatron"), ("run", ""), ("sweep", ""), ("logs", "")]
 
 
 def test_values_may_be_python_s_own_or_the_command_line_s_text() -> None:

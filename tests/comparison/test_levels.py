@@ -167,6 +167,20 @@ def test_soaks_that_differ_are_noted(one_s: float, other_s: float, is_noted: boo
     assert ("had different soaks" in notes) == is_noted
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "is_noted"),
+    [(27, 4, True), (4, 10, True), (4, 9, False), (4, 4, False), (None, 27, False)],
+)
+def test_warmups_that_differ_are_noted(one: int | None, other: int, is_noted: bool) -> None:
+    steps = {"log": (1.0,) * 20}
+    sides = [
+        Side(name=name, series=(Series(fields={}, launches=steps, num_warmup=num_lines),))
+        for name, num_lines in (("a", one), ("b", other))
+    ]
+    notes = " ".join(compare(sides, Options()).notes)
+    assert (f"unequal: {one} lines of a and {other} of b" in notes) == is_noted
+
+
 TREE = ("NCCL_ALGO: unset -> Tree",)
 
 

@@ -423,6 +423,16 @@ def test_a_sweep_is_no_run(tmp_path: Path) -> None:
             reader.find_run(tmp_path, name)
 
 
+def test_a_watched_job_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "watched").mkdir()
+    (tmp_path / "watched" / "watch.json").touch()
+    for name in ("watched", str(tmp_path / "watched")):
+        with pytest.raises(ConfigError, match="it is a watched job and no run") as raised:
+            reader.find_run(tmp_path, name)
+        for verb in ("logs", "trace breakdown"):
+            assert f"`stepmark {verb} {tmp_path / 'watched'}`" in str(raised.value)
+
+
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     for read in (reader.read_info, reader.read):
         with pytest.raises(ConfigError):

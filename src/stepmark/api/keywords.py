@@ -90,6 +90,7 @@ def describe(cls: type) -> list[Row]:
             "help": option.help,
         }
         for option in _usable(cls)
+        if option.help  # --help hides others, which only a message explains
     ]
 
 

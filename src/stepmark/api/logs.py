@@ -4,6 +4,8 @@ import os
 from typing import Any
 
 from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.ledger import to_plotly
+from stepmark.ground.errors import StepmarkError
 from stepmark.job_logs.log_options import LogsOptions
 from stepmark.job_logs.logs import LogReport, report_of
 from stepmark.tables.columns import named
@@ -19,6 +21,7 @@ class Logs(Table):
     both are None for tables of results alone. exit_code: that of `stepmark logs`.
     step_s: median seconds of a step in a training log; mfu_pct: its model FLOPs utilization
     (causal) in percent, with model and device; None where the files do not say.
+    steps: a row per line of steps of a training log, as in the files of `stepmark logs --csv`.
     document: everything, as `stepmark logs --json` writes it.
     """
 
@@ -38,7 +41,15 @@ class Logs(Table):
         self.step_s: float | None = next(in_seconds, None)
         causal = (row["mfu_pct"] for row in flops if row["convention"] == _CONVENTION)
         self.mfu_pct: float | None = next(causal, None)
+        self.steps = Table([row for part in parts for row in part.get("steps", ())])
         self._report = report
+
+    def plot(self) -> Any:
+        """Return a plotly figure: the time of each step of a training log."""
+        for source in self._report.sources:
+            for figure in source.figures:
+                return to_plotly(figure)
+        raise StepmarkError("the logs have no steps to plot.")
 
     def show(self) -> None:
         """Print what `stepmark logs` prints."""

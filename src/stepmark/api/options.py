@@ -7,6 +7,7 @@ from stepmark.comparison.sweep_options import SweepOptions
 from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.log_options import LogsOptions
 from stepmark.layouts.plan_options import PlanOptions
+from stepmark.predictions import framework_job
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.runs.run_options import RunOptions
 from stepmark.tables.table import Table
@@ -30,11 +31,14 @@ def options(verb: str, which: str = "") -> Table:
     """Return the keywords of a verb: their values, defaults and meanings.
 
     verb: op, comm, train, replay, run, sweep, predict, plan, compare, trace, logs or workload.
-    which: of "op" a family such as gemm, of "workload" a framework. Raises ConfigError.
+    which: of "op" a family such as gemm, of "workload" and "predict" a framework. Raises
+    ConfigError.
     """
     cls: type
     if verb == "workload":
         cls = workload_flags.options_class(find_rule(which or "megatron"), has_ignored=False)
+    elif verb == "predict" and which:
+        cls = framework_job.options_class(find_rule(which))
     elif verb in _CLASSES:
         cls = _CLASSES[verb]
     elif verb in VERBS:

@@ -1,13 +1,17 @@
 """Search the layouts of a model on a number of GPUs."""
 
 import os
+from typing import Any
 
 from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.ledger import to_plotly
 from stepmark.api.model import Model
+from stepmark.api.prediction import Prediction
 from stepmark.layouts import plan as core
-from stepmark.layouts import plan_text
+from stepmark.layouts import plan_page, plan_text
 from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.plan_options import PlanOptions
+from stepmark.predictions.predict import of_job
 from stepmark.predictions.prediction import StepMemory
 from stepmark.tables.table import Table
 
@@ -43,7 +47,19 @@ class Plan(Table):
         names = ("allocated_bytes", "reserved_bytes", "device_bytes", "verdict")
         memory = {name: first[name] for name in names} if first else None
         self.memory = memory and StepMemory(**memory)
+        self._searches = searches
+        self._places = [(each, number) for each in searches for number in range(len(each.rows))]
         self._text = [*core.lines(options, searches, left_out)]
+
+    @spells_keywords
+    def predict(self, number: int = 0) -> Prediction:
+        """Predict the layout of a row. Raises IndexError where there is no such row."""
+        search, place = self._places[number]
+        return Prediction(of_job(search.job(place)))
+
+    def plot(self, number: int = 0) -> Any:
+        """Return a plotly figure: time and memory of layouts; number: place of `best`."""
+        return to_plotly(plan_page.scatter(self._searches[number]))
 
     def show(self) -> None:
         """Print what `stepmark plan` prints."""

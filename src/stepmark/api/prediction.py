@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import overload
 
-from stepmark.api.keywords import as_typed, spells_keywords, text
+from stepmark.api.keywords import as_typed, names_of, spells_keywords, text
 from stepmark.api.ledger import Ledger
 from stepmark.api.model import Model
 from stepmark.api.workload import Workload
 from stepmark.framework_files import configuration
+from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_grid import read_grid
 from stepmark.predictions import framework_job, ledger_page, prediction_grid, prediction_text
 from stepmark.predictions import prediction as core
@@ -17,6 +18,8 @@ from stepmark.predictions.predict import Job, of_job
 from stepmark.predictions.predict_options import LISTED, PredictOptions
 from stepmark.predictions.prediction_grid import PredictionGrid
 from stepmark.tables.table import Table
+from stepmark.workloads import workload_flags
+from stepmark.workloads.rules import find_rule
 
 
 class Prediction(Table):
@@ -100,26 +103,43 @@ Single = str | float | os.PathLike[str] | None
 
 @overload
 def predict(
-    what: str | os.PathLike[str] | Model | Workload | None = None, **options: Single
+    what: str | os.PathLike[str] | Model | Workload | None = None,
+    *,
+    framework: str | None = None,
+    **options: Single,
 ) -> Prediction: ...
 @overload
 def predict(
-    what: str | os.PathLike[str] | Model | Workload | None = None, **options: object
+    what: str | os.PathLike[str] | Model | Workload | None = None,
+    *,
+    framework: str | None = None,
+    **options: object,
 ) -> Prediction | Predictions: ...
 @spells_keywords
 def predict(
-    what: str | os.PathLike[str] | Model | Workload | None = None, **options: object
+    what: str | os.PathLike[str] | Model | Workload | None = None,
+    *,
+    framework: str | None = None,
+    **options: object,
 ) -> Prediction | Predictions:
     """Predict a training step from measured parts, or by the data sheet of a device.
 
     what: a model, a workload or its file, or a framework's file; None with
-    from_run="latest". options: those of `stepmark predict`, e.g. device="h200", nproc=8,
-    strategy="fsdp", mbs=2; `options("predict")` lists them. Of options with lists, such as
-    tp=[2, 4, 8], each combination is predicted: the result is Predictions. Raises ConfigError.
+    from_run="latest". framework: megatron, deepspeed or pytorch, whose rules and settings
+    apply; None: the step that `stepmark train` runs. options: those of `stepmark predict`, e.g.
+    device="h200", nproc=8, strategy="fsdp", mbs=2; `options("predict", framework)` lists them.
+    Of options with lists, such as tp=[2, 4, 8], each combination is predicted: the result is
+    Predictions. Raises ConfigError.
     """
     workload = what.program if isinstance(what, Workload) else None
     words = [] if what is None or workload else [what]
+    if framework is not None:
+        if workload:
+            raise ConfigError("framework", framework, "left out: the workload has its rules")
+        options = {"framework": framework, **options}
     cls = _options_class(words, options)
+    for name in options.keys() - names_of(cls).keys():
+        workload_flags.refuse_other_framework(name)
     grid = read_grid(cls, as_typed(cls, words, options), LISTED)
     if grid.axes:
         return Predictions(prediction_grid.predict_grid(grid, workload=workload))
@@ -127,7 +147,9 @@ def predict(
 
 
 def _options_class(words: Sequence[object], options: Mapping[str, object]) -> type[Job]:
-    """Return the options: those of a framework where its file is named."""
+    """Return the options: those of a framework where it, or its file, is named."""
+    if "framework" in options:
+        return framework_job.options_class(find_rule(text(options["framework"])))
     names = (text(word) for word in (*words, options.get("config")) if word is not None)
     file = next((name for name in names if configuration.is_framework_file(name)), None)
     if file is None:

@@ -37,6 +37,7 @@ from stepmark.model.ops import CUSTOM
 
 # Sizes at which collectives vary differently: latency, protocols, bandwidth.
 _BANDS = (64 * KIB, 4 * MIB)
+_WARMUP_DIFFERENCE = 0.25  # lines, relative to those that count in the shorter log
 _SHORT_SOAK_S = 1.0  # shorter ones leave clocks above those of sustained load
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
 _IN_ROUNDS = "; in rounds they would not: stepmark sweep --env NAME=A,B -- COMMAND"
@@ -87,7 +88,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
             row[other.name] = _cell(_completed(other_series, base_series), judged, options)
         if mean := _overall(base, other, both, options):
             means.append(mean)
-        for differences in (_basis_notes, _soak_notes, _busy_notes):
+        for differences in (_basis_notes, _soak_notes, _warmup_notes, _busy_notes):
             notes += differences(base.name, other.name, both)
         if not by_round:
             notes += _order_notes(base.name, other.name, both)
@@ -389,6 +390,20 @@ def _soak_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
             f"{first_s:.2g} s in {base} and {second_s:.2g} s in {other}: after a short one "
             "clocks are higher; give both sides the same, longer --budget"
         )
+
+
+def _warmup_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+    """Yield where the steps that count are of different parts of two training logs."""
+    for first, second in pairs:
+        if first.num_warmup is None or second.num_warmup is None:
+            continue
+        fewest = min(len(own) for each in (first, second) for own in each.launches.values())
+        if abs(first.num_warmup - second.num_warmup) > fewest * _WARMUP_DIFFERENCE:
+            yield (
+                f"warm-up is unequal: {first.num_warmup} lines of {base} and "
+                f"{second.num_warmup} of {other}, so the medians are of different parts of the "
+                "jobs; give logs of more steps"
+            )
 
 
 def _busy_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:

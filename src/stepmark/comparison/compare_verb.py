@@ -248,6 +248,7 @@ def _merged(name: str, first: Series, second: Series) -> Series:
         rounding=max(first.rounding, second.rounding),
         soak_s=None if None in soaks else min(filter(None, soaks), default=0.0),
         busy=first.busy | second.busy,
+        num_warmup=first.num_warmup if first.num_warmup == second.num_warmup else None,
     )
 
 

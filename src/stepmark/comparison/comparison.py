@@ -25,7 +25,8 @@ class Series:
     launches began, where known. `soak_s`: the shortest soak or load before its samples; None
     where there is none. `busy`: launches in which other work ran on a host. `noise`: of one
     launch, as repeats of such tables on other machines vary; None if unknown. `model`: what is
-    trained; the fields have its name alone, which series.named_apart completes.
+    trained; the fields have its name alone, which series.named_apart completes. `num_warmup`:
+    lines of a training log before those that count.
     """
 
     fields: Fields
@@ -37,6 +38,7 @@ class Series:
     rounding: float = 0.0  # unit of the last printed digit, relative; 0 where not rounded
     starts: Mapping[str, float] = field(default_factory=dict)
     soak_s: float | None = None
+    num_warmup: int | None = None
     busy: frozenset[str] = frozenset()
     noise: Variance | None = None
     model: ModelConfig | None = None

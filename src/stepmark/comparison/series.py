@@ -27,7 +27,11 @@ from stepmark.ground.stats import slowest_per_sample
 from stepmark.ground.units import format_bytes, plural
 from stepmark.job_logs.training_log.steady_state import steady_state
 from stepmark.job_logs.training_log.training_log import SECONDS, TrainingLog
-from stepmark.job_logs.training_log.training_log_text import findings, span_text
+from stepmark.job_logs.training_log.training_log_text import (
+    findings,
+    span_text,
+    trend_text,
+)
 from stepmark.model.collectives import Collective, busbw_factor
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_names import distinct_names
@@ -234,6 +238,7 @@ def series_of_training_log(log: TrainingLog) -> Series:
         unit="s" if is_time else log.unit,
         launches={log.file: tuple(cost if is_time else 1 / cost for cost in costs)},
         rounding=steady.rounding,
+        num_warmup=steady.num_warmup,
     )
 
 
@@ -246,6 +251,8 @@ def log_notes(log: TrainingLog) -> tuple[str, ...]:
         notes = ["it never becomes steady: the median of its second half"]
     elif steady.doubt:
         notes.append(steady.doubt)
+    if steady.trend is not None:
+        notes.append(trend_text(log, steady.trend, steady.num_warmup))
     if span := span_text(log):
         notes.append(span)
     return (*notes, *(finding.text for finding in findings(log)))

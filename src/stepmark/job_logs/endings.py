@@ -25,6 +25,8 @@ ENDINGS = {
     "MLPerf": re.compile(r':::MLLOG .*"key": "run_stop".*"status": "success"'),
     # torch.distributed.elastic, agent/server/api.py.
     "torchrun": re.compile(r"worker group successfully finished"),
+    # Our own last line of a watched job's output; another code is a failure.
+    "stepmark watch": re.compile(r"^stepmark watch: the command ended with exit code 0$"),
     # Slurm: scontrol, seff, and the job's row (not a step's) of sacct.
     "Slurm": re.compile(
         r"\bJobState=COMPLETED\b|^State: COMPLETED \(exit code 0\)"

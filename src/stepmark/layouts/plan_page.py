@@ -42,7 +42,7 @@ def _table(text: Sequence[str]) -> Sequence[str]:
 
 def _sections(result: LayoutSearch, *, several: bool) -> Iterator[Section | Figure]:
     where = f" on {result.num_gpus} GPUs" if several else ""
-    yield _scatter(result, where)
+    yield scatter(result, where)
     best = result.best
     neighbours = sorted(
         result.neighbours.items(), key=lambda item: float(item[1].row["step_s"])
@@ -64,7 +64,7 @@ def _name(axis: str, row: Row) -> str:
     return value if isinstance(value, str) else f"{axis} {value}"
 
 
-def _scatter(result: LayoutSearch, where: str) -> Figure:
+def scatter(result: LayoutSearch, where: str = "") -> Figure:
     """Return step times over memory."""
     rows = result.rows
     by_framework = group_by(rows, lambda row: str(row["framework"]))

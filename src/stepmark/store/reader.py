@@ -23,6 +23,7 @@ from stepmark.store.sweeps import is_sweep
 RUN = "run.json"
 RECORDS = "records.jsonl"
 PLAN = "plan.jsonl"
+WATCHED = "watch.json"  # of a job under `watch`, in a folder that is no run
 _MAX_DAMAGED = 10_000  # lines of a file; one with more is no file of records
 
 
@@ -139,6 +140,12 @@ def find_run(root: Path, name: str) -> Path:
         if name and is_sweep(path):
             rule = f"it is a sweep: stepmark sweep --resume {path} shows its result; "
             raise ConfigError("run", name, f"{rule}its runs are in {path / 'runs'}")
+        if name and os.path.isfile(path / WATCHED):  # False also for a name that is too long
+            rule = (
+                f"it is a watched job and no run: `stepmark logs {path}` reads its output and "
+                f"logs, `stepmark trace breakdown {path}` its profile"
+            )
+            raise ConfigError("run", name, rule)
     runs = list_runs(root)
     if name == "latest":
         matches = runs[-1:]

@@ -7,7 +7,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from stepmark.ground.errors import MissingPackageError
 from stepmark.ground.packages import EXTRAS
@@ -52,6 +52,16 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.rows())
+
+    @overload
+    def __getitem__(self, place: int) -> Row: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Table": ...
+    def __getitem__(self, place: int | slice) -> "Row | Table":
+        rows = self.rows()
+        if isinstance(place, slice):
+            return Table(rows[place], self._declared, self.kind_of)
+        return rows[place]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {len(self)} rows>"

@@ -74,7 +74,7 @@ def page(
         lead=lead,
         sections=[
             *streams(bars_of, "Times are those of each rank's clock."),
-            *_steps(tables["steps"]),
+            *steps(tables["steps"]),
             *_hidden(tables["communication"], len(tables["steps"])),
             *histogram_figures.figures(messages, per="rank and step"),
             Section("Report", [preformatted(*lines)]),
@@ -182,7 +182,7 @@ def _hover(bar: Bar) -> str:
     return f"{bar.name[:90]}\n{bar.group}: {took:.1f} us, {count}"
 
 
-def _steps(rows: Sequence[Row]) -> Iterator[Figure]:
+def steps(rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield the parts of a step: by rank (means over steps), or by step of one rank."""
     if not rows:
         return
@@ -215,6 +215,15 @@ def _steps(rows: Sequence[Row]) -> Iterator[Figure]:
         ],
         height=380,
     )
+
+
+def ledger(rows: Sequence[Row]) -> list[Row]:
+    """Return the parts of a step, which add up to it: means over ranks and steps."""
+    return [
+        {"line": name, "time_ns": _mean(rows, column) * 1e6}
+        for column, (name, _) in _PARTS.items()
+        if any(row[column] for row in rows)
+    ]
 
 
 def _mean(rows: Sequence[Row], column: str) -> float:

@@ -29,6 +29,7 @@ from stepmark.job_logs import log_sources, logs
 from stepmark.job_logs.log_options import LogsOptions
 from stepmark.measuring import child
 from stepmark.measuring.delivery import make_folder, write_files
+from stepmark.store.reader import WATCHED
 from stepmark.store.runs import TRACES, new_run_id
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json
@@ -104,7 +105,7 @@ def run(options: WatchOptions) -> int:
         **of_traces,
         "logs": report.document() if report else None,
     }
-    write_json(document, folder / "watch.json")
+    write_json(document, folder / WATCHED)
     write_files(options, "watch", document, [rank.row for rank in ranks])
     return code
 

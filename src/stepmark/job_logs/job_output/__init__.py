@@ -83,8 +83,9 @@ REMARKS: dict[str, tuple[str, Severity, str]] = {
     ),
 }
 TEARDOWN = "failure-teardown"
-# Ends of schedulers are those of a script, which may go on after a program that failed.
-_OF_SCRIPTS = frozenset({"Slurm", "Kubernetes", "LSF", "PBS", "nccl-tests"})
+# Ends of schedulers, and of `watch`, are those of a script, which may go on after a program
+# that failed.
+_OF_SCRIPTS = frozenset({"Slurm", "Kubernetes", "LSF", "PBS", "nccl-tests", "stepmark watch"})
 
 # A line with none of these words states no failure and no end. Plain `in` is faster than one
 # expression.

@@ -134,10 +134,10 @@ def _facts(log: TrainingLog, steady: SteadyState) -> Iterator[str]:
     if steady.outliers:
         yield f"{'outliers':<{LEAD}}{_outliers(log, steady)}"
     if steady.trend is not None:
-        yield f"{'trend':<{LEAD}}{_trend(log, steady.trend, steady.num_warmup)}"
+        yield f"{'trend':<{LEAD}}{trend_text(log, steady.trend, steady.num_warmup)}"
 
 
-def _trend(log: TrainingLog, per_1000: float, num_warmup: int) -> str:
+def trend_text(log: TrainingLog, per_1000: float, num_warmup: int) -> str:
     """Return the change over the steps of the log: further ones need not go on so."""
     begin, end = log.steps[num_warmup].number, log.steps[-1].number
     change = per_1000 * (end - begin) / 1000
