@@ -15,10 +15,11 @@ from typing import Any
 
 from stepmark.cases.record import Measured
 from stepmark.cases.train_words import name_of
+from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, nearest
 from stepmark.ground.options import Option, build, options, plain
 from stepmark.ground.read_text import read_text
-from stepmark.ground.units import parse_duration
+from stepmark.ground.units import format_time, parse_duration
 from stepmark.predictions import anchor_fit, framework_job
 from stepmark.predictions.anchor_fit import AnchorStep
 from stepmark.predictions.factors import Anchored, AnchorRow, Part
@@ -176,7 +177,9 @@ def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
         given.pop(name, None)
     if has_steps(path):
         inputs = _inputs(given, {})
-        yield Anchor(name=path.name, inputs=inputs, measured_s=_log_s(inputs, path, "anchor"))
+        measured_s = _log_s(inputs, path, "anchor")
+        _check_peak(inputs, measured_s, "anchor")
+        yield Anchor(name=path.name, inputs=inputs, measured_s=measured_s)
         return
     rows = read_rows(read_text(path))
     _, heading = next(rows, (0, []))
@@ -189,9 +192,9 @@ def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
             named = zip(names, row, strict=True)
             cells = without_headings({name: text for name, text in named if text})
             inputs = _inputs(given, cells)
-            yield Anchor(
-                name=line, inputs=inputs, measured_s=_measured_s(inputs, cells, path.parent)
-            )
+            measured_s = _measured_s(inputs, cells, path.parent)
+            _check_peak(inputs, measured_s, next(name for name in MEASURED if name in cells))
+            yield Anchor(name=line, inputs=inputs, measured_s=measured_s)
         except ConfigError as error:
             field = f"{path.name}: {line}: {error.field}"
             raise ConfigError(field, error.value, error.allowed) from None
@@ -288,6 +291,21 @@ def _measured_s(inputs: Inputs, cells: Mapping[str, str], folder: Path) -> float
     if flops is None or peak is None or value > 100:
         raise ConfigError(name, cells[name], "a percentage of a device whose peak is known")
     return tokens * flops.causal / (peak * value / 100)
+
+
+def _check_peak(inputs: Inputs, measured_s: float, field: str) -> None:
+    """Raise ConfigError for a step with more FLOPs in its time than the device can do."""
+    flops = inputs.token_flops
+    if inputs.device is None or inputs.tokens is None or flops is None:
+        return
+    dtypes = (DType.FP32, DType.BF16, *inputs.narrow_dtypes)
+    peak = max(inputs.device.peak(dtype) or 0.0 for dtype in dtypes)
+    if peak == 0.0:
+        return
+    least_s = inputs.tokens / inputs.num_ranks * flops.causal / peak
+    if measured_s < least_s:
+        allowed = f"at least {format_time(least_s)}, the model's FLOPs at the device's peak"
+        raise ConfigError(field, format_time(measured_s), allowed)
 
 
 def _positive(name: str, text: str) -> float:

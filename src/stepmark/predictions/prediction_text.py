@@ -1,6 +1,6 @@
 """What a prediction says, as text: the answer first, then what it rests on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -20,6 +20,7 @@ from stepmark.timeline.ledger_text import differences
 
 _LEAST_SHARE_PCT = 5.0  # of the step that the sentence on its limit names
 _WIDTH = 160  # columns of a line of the answer
+_MOST_ROWS = 12  # of anchors with their errors
 _ALIKE = 0.01  # of the step, by which no line of stages that are alike differs
 
 
@@ -191,6 +192,21 @@ def anchor_lines(anchored: Mapping[str, Any]) -> Iterator[str]:
     left_out = f"{anchored['left_out_error_pct']:.1f} % by factors of the other steps"
     source = f"{len(anchored['rows'])} steps of {anchored['source']}"
     yield f"  anchors: {source}, median error {error}, {left_out}"
+    yield from in_width(f"  {_anchor_errors(anchored['rows'])}", "    ")
+    for note in anchored["notes"]:
+        yield f"  note: {note}"
+
+
+def _anchor_errors(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the errors of anchors by factors of the others, the largest first."""
+    errors = {
+        (index, row["name"]): 100 * (row["left_out_s"] / row["measured_s"] - 1)
+        for index, row in enumerate(rows)
+    }
+    largest_first = sorted(errors.items(), key=lambda item: -abs(item[1]))
+    words = [f"{name} {error:+.1f} %" for (_, name), error in largest_first]
+    more = f", and {len(words) - _MOST_ROWS} smaller ones" if words[_MOST_ROWS:] else ""
+    return f"errors: {', '.join(words[:_MOST_ROWS])}{more}"
 
 
 _STAGE = given("stage")
