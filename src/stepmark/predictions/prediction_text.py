@@ -83,8 +83,24 @@ def _answer(document: Mapping[str, Any], rank: str) -> str:
     if memory := document["memory"]:
         num_bytes = memory["reserved_bytes"] or memory["allocated_bytes"]
         kind = "reserved" if memory["reserved_bytes"] else "allocated"
-        words += [fit_text(memory["verdict"], num_bytes, memory["device_bytes"], kind)]
+        if cache_bytes := _cache_bytes(memory):
+            sizes = f"{format_bytes(memory['allocated_bytes'])} allocated"
+            sizes += f" and {format_bytes(cache_bytes)} of cache"
+            words += [f"may not fit ({sizes}; {format_bytes(memory['device_bytes'])} in all)"]
+        else:
+            words += [fit_text(memory["verdict"], num_bytes, memory["device_bytes"], kind)]
     return ", ".join([*words, _limit(document)])
+
+
+def _cache_bytes(memory: Mapping[str, Any]) -> int:
+    """Return the bytes that are reserved and not allocated, where they exceed the device.
+
+    0 where all that is reserved fits, or where not even what is allocated does.
+    """
+    reserved = memory["reserved_bytes"] or 0
+    if memory["verdict"] != "close" or reserved <= memory["device_bytes"]:
+        return 0
+    return int(reserved - memory["allocated_bytes"])
 
 
 def _rate(value: float) -> str:
@@ -294,8 +310,12 @@ def _memory(memory: Mapping[str, Any], purposes: str = "") -> str:
         text += f" on stage {memory['stages'][0]['stage']}"
     if memory["device_bytes"] is None:
         return f"{text}; that of the device is unknown"
+    device = format_bytes(memory["device_bytes"])
     verdicts = {"fits": "fits into", "close": "close to", "does not fit": "DOES NOT FIT into"}
-    text += f", {verdicts[memory['verdict']]} {format_bytes(memory['device_bytes'])}"
+    if _cache_bytes(memory):
+        text += f": at risk, the allocator frees its cache to stay within {device}"
+    else:
+        text += f", {verdicts[memory['verdict']]} {device}"
     return f"{text}; it would fit with {memory['fitting']}" if memory["fitting"] else text
 
 
