@@ -207,6 +207,56 @@ def test_rows_of_a_file_are_predictions(measured: str, tmp_path: Path) -> None:
     assert 0.97 * after["step_s"] < interval["low_s"] <= after["step_s"] <= interval["high_s"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\nmbs\tstep\n1\t1s\n\n2\t1.5s\n",
+        "\nmbs;step\n1;1s\n\n2;1.5s\n",
+        "\nmbs, step\n1, 1s\n\n2, 1.5s\n",
+        "\n| **mbs** | `step` |\r\n|---:|:---|\n| 1 | 1s |\n| 2 | 1.5s |\n",
+    ],
+)
+def test_tables_of_any_delimiter(text: str, tmp_path: Path) -> None:
+    """Rows are named by their lines in the file, whatever stands between them."""
+    path = tmp_path / "measured.txt"
+    path.write_text(text)
+    rows = predicted(tmp_path, "--anchor", str(path))["anchors"]["rows"]
+    assert [row["measured_s"] for row in rows] == [1.0, 1.5]
+    lines = text.split("\n")
+    starts = [
+        next(n for n, line in enumerate(lines, 1) if time in line) for time in ("1s", "1.5s")
+    ]
+    assert [row["name"] for row in rows] == [f"line {number}" for number in starts]
+
+
+def test_columns_of_plan_are_columns_of_anchors(tmp_path: Path) -> None:
+    """Each row of plan's columns is the row of options that says the same."""
+    plans, options = tmp_path / "plans.csv", tmp_path / "options.csv"
+    plans.write_text(
+        "rules,tp,pp,vpp,dp,mbs,ckpt,GPUs,step\n"
+        "megatron,2,2,2,4,1,1/chunk,16,9s\n"
+        "megatron,2,1,1,8,1,full,,9s\n"
+        "pytorch,1,2,2,4,1,1/2,8,9s\n"
+        "pytorch,1,1,1,2x8,1,none,,9s\n"
+    )
+    names = "recompute-granularity,recompute-method,recompute-num-layers"
+    parts = "recompute,recompute-some,recompute-every,pp-schedule,pp-stages,dp-replicate"
+    options.write_text(
+        f"framework,tp,pp,vpp,mbs,nproc,step,{names},{parts}\n"
+        "megatron,2,2,2,1,16,9s,full,block,1,,,,,,\n"
+        "megatron,2,1,,1,16,9s,full,,,,,,,,\n"
+        "pytorch,1,2,,1,8,9s,,,,blocks,1,2,interleaved,2,\n"
+        "pytorch,1,1,,1,16,9s,,,,none,,,,,2\n"
+    )
+    words = ["--framework", "megatron", "--gbs", "64", "--num-layers", "8"]
+    rows = [
+        predicted(tmp_path, *words, "--anchor", str(path))["anchors"]["rows"]
+        for path in (plans, options)
+    ]
+    assert rows[0] == rows[1]
+    assert len({row["predicted_s"] for row in rows[0]}) == 4
+
+
 def test_a_row_may_name_another_framework(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,8 +270,41 @@ def test_a_row_may_name_another_framework(
     assert [row["measured_s"] for row in document["anchors"]["rows"]] == [1.2, 1.5]
     assert document["interval"]["low_s"] is None
     printed = capsys.readouterr().out
-    assert "factors on costs: " in printed
+    assert "factors on costs: 6.19" in printed
+    assert "  note: factors above 2 or below 0.5: products 6.19, " in printed
     assert f"note: no interval: 2 anchors of {path}, 9 needed" in printed
+
+
+def test_doubtful_anchors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row that is ten times as long as the others say, and factors that are no tuning."""
+    own = {mbs: predicted(tmp_path, "--mbs", mbs)["step_s"] for mbs in ("1", "2")}
+    path = tmp_path / "measured.csv"
+    rows = [(mbs, factor * own[mbs]) for mbs in own for factor in (2.45, 2.5, 2.55)]
+    rows.append(("1", 25 * own["1"]))
+    path.write_text("mbs,step\n" + "".join(f"{mbs},{step_s}\n" for mbs, step_s in rows))
+    capsys.readouterr()
+    anchors = predicted(tmp_path, "--mbs", "1", "--anchor", str(path))["anchors"]
+    outlier, factors = anchors["notes"]
+    assert outlier.startswith("line 8 is far from the other anchors: it took ")
+    assert factors.startswith("factors above 2 or below 0.5: products 2.")
+    printed = capsys.readouterr().out
+    assert f"  note: {outlier}\n" in printed
+    assert "  errors: line 8 -9" in printed
+    assert status([*COMMAND, "--mbs", "1,2", "--anchor", str(path)]) == 0
+    assert "note: line 8 is far from the other anchors" in capsys.readouterr().out
+
+
+def test_few_anchors_without_a_factor_leave_the_interval(tmp_path: Path) -> None:
+    before = predicted(tmp_path)
+    path = tmp_path / "measured.csv"
+    step_s = before["step_s"]
+    path.write_text(f"mbs,step\n1,{0.8 * step_s}\n1,{step_s}\n1,{1.2 * step_s}\n")
+    after = predicted(tmp_path, "--anchor", str(path))
+    assert after["anchors"]["factors"] == {}
+    assert after["anchors"]["notes"] == []
+    assert after["step_s"] == step_s
+    assert after["interval"] == before["interval"]
+    assert after["interval"]["low_s"] is not None
 
 
 def test_steps_of_a_run_are_anchors(tmp_path: Path) -> None:
@@ -247,6 +330,10 @@ def test_steps_of_a_run_are_anchors(tmp_path: Path) -> None:
         ("mbs,step", "1 to 50 measured steps, not 0"),
         ("mbs,step\n" + "1,1s\n" * 51, "1 to 50 measured steps, not 51"),
         ("json,step\nx.json,1s", "column json is invalid"),
+        ("dp,tp,nproc,step\n8,2,8,1s", "line 2: dp 8 is invalid: it must be nproc (8) /"),
+        ("mbs,step\n1,1s\n1,36.2ms", "line 3: step '36.2 ms' is invalid: it must be at least "),
+        ("dp,step\n2x0,1s", "line 2: dp 2x0 is invalid"),
+        ("mbs;step\n1;1s\n\nx;1s", "line 4: mbs x is invalid"),
     ],
 )
 def test_rows_that_are_refused(

@@ -77,9 +77,10 @@ def test_the_answer_of_any_job_is_short_and_that_of_the_json(
     reserved = format_bytes(memory["reserved_bytes"]).partition(" ")[0]
     verdict = {"fits": ", fits", "close": "may not fit", "does not fit": "DOES NOT FIT"}
     size = re.escape(format_bytes(memory["device_bytes"]))
-    assert re.search(
-        rf"{verdict[memory['verdict']]} \({reserved}.* of {size} reserved\)", first
-    )
+    sizes = rf"{reserved}.* of {size} reserved"
+    if memory["verdict"] == "close" and memory["reserved_bytes"] > memory["device_bytes"]:
+        sizes = rf"{format_bytes(memory['allocated_bytes'])} allocated and .*; {size} in all"
+    assert re.search(rf"{verdict[memory['verdict']]} \({sizes}\)", first)
     (bound, share_pct), *_ = document["shares_pct"].items()
     if document["bound"] == "device":
         assert f"bound by {bound} ({share_pct:.1f} % of the step)" in first
@@ -91,6 +92,45 @@ def test_the_answer_of_any_job_is_short_and_that_of_the_json(
     if rest := len(document["notes"]) - 3:
         assert text.splitlines()[-1].startswith(f"{rest} more note")
     assert max(map(len, text.split("\n\n")[0].splitlines())) <= 160
+
+
+def test_cache_beyond_the_device_is_a_risk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["mixtral-8x7b", "--nproc", "16", "--ep", "8", "--num-layers", "32"]
+    words += ["--strategy", "fsdp", "--device", "h100-sxm"]
+    text, document = predicted(words, tmp_path, capsys)
+    memory = document["memory"]
+    assert memory["verdict"] == "close"
+    assert memory["allocated_bytes"] < memory["device_bytes"] < memory["reserved_bytes"]
+    cache = format_bytes(memory["reserved_bytes"] - memory["allocated_bytes"])
+    allocated = format_bytes(memory["allocated_bytes"])
+    assert f"may not fit ({allocated} allocated and {cache} of cache; 80 GiB in all)" in text
+    risk = "at risk, the allocator frees its cache to stay within 80 GiB"
+    assert f"{risk}; it would fit with --ac full" in text.replace("\n  ", " ")
+    _, smaller = predicted([*words, "--ac", "full"], tmp_path, capsys)
+    assert smaller["memory"]["verdict"] == "fits"
+
+
+@pytest.mark.parametrize(
+    ("length", "more", "has_note"),
+    [(40960, [], True), (8192, [], False), (40960, ["--seq-len", "4096"], False)],
+)
+def test_the_length_of_a_config_is_noted(
+    length: int,
+    more: list[str],
+    has_note: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = json.loads((ROOT / "examples/hf/llama-3.1-8b/config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"max_position_embeddings": length}))
+    words = [str(path), "--nproc", "8", "--device", "h100-sxm", *more]
+    for rules in ("--strategy fsdp", "--framework pytorch --gbs 8"):
+        _, document = predicted([*words, *rules.split()], tmp_path, capsys)
+        notes = [note for note in document["notes"] if note.startswith("seq ")]
+        assert notes == ["seq 8192: the config allows 40,960 (--seq-len)"] * has_note
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -149,6 +149,7 @@ def test_file_and_built_in_model_agree(tmp_path: Path, name: str) -> None:
         "published_params",
         "published_active_params",
         "unmodelled",
+        "max_context",
     }
     for field in set(ModelConfig.__slots__) - about_the_file:
         assert getattr(model, field) == getattr(built_in, field), field
@@ -380,6 +381,20 @@ def test_a_key_with_an_effect_that_is_not_modelled_is_noted(
 )
 def test_what_is_switched_off_is_not_noted(tmp_path: Path, more: dict[str, object]) -> None:
     assert notes(tmp_path, LLAMA | more) == []
+
+
+def test_sizes_of_the_family_are_noted(tmp_path: Path) -> None:
+    """A key that is spelled unlike any of the family's leaves a default that decides a step."""
+    known = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    heads = known["num_attention_heads"]
+    absent = f"num_key_value_heads is absent: {heads} (the family's default)"
+    assert absent in notes(tmp_path, {**known, "kv_heads": 8})
+    assert notes(tmp_path, {**known, "num_key_value_heads": 8}) == []
+
+
+def test_the_longest_context_is_that_of_the_file(tmp_path: Path) -> None:
+    model = read(tmp_path, LLAMA | {"max_position_embeddings": 131072})
+    assert (model.seq_len, model.max_context) == (8192, 131072)
 
 
 def test_a_window_that_transformers_adds_is_read(tmp_path: Path) -> None:

@@ -71,7 +71,9 @@ class LayoutSearch:
         ]
 
     def _chance_faster(self, ratio: float) -> float | None:
-        is_by_sheet = not (self.cluster.options.calibration or self.cluster.anchored)
+        anchored = self.cluster.anchored
+        has_factors = anchored is not None and bool(anchored.factors)
+        is_by_sheet = not (self.cluster.options.calibration or has_factors)
         return chance_faster(ratio) if is_by_sheet else None
 
     @property

@@ -44,7 +44,7 @@ Bias = Literal["out", "mlp", "experts", "router", "head"]
 # Fields that say where a model is from, not what it computes.
 NO_IDENTITY = (
     *("source", "aliases", "published_params", "published_active_params"),
-    "unmodelled",
+    *("unmodelled", "max_context"),
 )
 # Fields that were added later: without effect at their defaults, identities of published runs
 # stay.
@@ -130,6 +130,9 @@ class ModelConfig:
     published_active_params: int | None = None
     aliases: tuple[str, ...] = ()
     unmodelled: tuple[str, ...] = field(default=(), compare=False)  # notes for the reader
+    max_context: int = field(
+        default=0, compare=False
+    )  # tokens that its file allows; 0: unknown
 
     def __post_init__(self) -> None:
         self._check_fields()

@@ -8,6 +8,7 @@
 - hosts.py, host_times.py: the host's time for an operation, by data sheet and as measured.
 - costs.py, comm.py, contention.py: costs of operations and messages.
 - factors.py, anchored_steps.py, anchor_fit.py: factors on costs, fitted to measured steps.
+- plan_columns.py: columns of `stepmark plan` in a table of anchors.
 - step.py, power.py: a step in a fixed point with its clock.
 - interval.py, calibrated_errors.py, sheet_errors.py: its interval, by errors of others.
 - simulation.py, step_events.py, free_steps.py: simulate the stages.

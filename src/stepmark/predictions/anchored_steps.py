@@ -1,13 +1,12 @@
 """Anchors: measured steps to which factors on the costs of predictions are fitted.
 
-They are rows of a CSV file, the training steps of a run, or the steady step of a training log.
-The columns of the file are options of `stepmark predict`, so that a row is a prediction with
-these options changed, and one of MEASURED: the time of an optimizer step (14.7s, 812ms, or
-seconds), tokens per second and GPU, MFU in percent as predictions have it, or a training log,
-whose path is relative to the file.
+They are rows of a table (CSV, TSV, Markdown), the training steps of a run, or the steady step
+of a training log. The columns of a table are options of `stepmark predict`, so that a row is a
+prediction with these options changed, or columns of `stepmark plan`, and one of MEASURED: the
+time of an optimizer step (14.7s, 812ms, or seconds), tokens per second and GPU, MFU in percent
+as predictions have it, or a training log, whose path is relative to the file.
 """
 
-import csv
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,21 +15,24 @@ from typing import Any
 
 from stepmark.cases.record import Measured
 from stepmark.cases.train_words import name_of
+from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, nearest
 from stepmark.ground.options import Option, build, options, plain
 from stepmark.ground.read_text import read_text
-from stepmark.ground.units import parse_duration
+from stepmark.ground.units import format_time, parse_duration
 from stepmark.predictions import anchor_fit, framework_job
 from stepmark.predictions.anchor_fit import AnchorStep
 from stepmark.predictions.factors import Anchored, AnchorRow, Part
 from stepmark.predictions.framework_job import FrameworkJob
 from stepmark.predictions.inputs import Inputs, no_host
 from stepmark.predictions.measured_step import figure_of_log
+from stepmark.predictions.plan_columns import DP, in_options, ranks_of, without_headings
 from stepmark.predictions.predict_inputs import inputs_of, of_training
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.predictions.simulation import SteadyStep
 from stepmark.store.reader import find_run, read_info, read_records
 from stepmark.store.view import median_s
+from stepmark.text_tables.delimited_rows import read_rows
 from stepmark.workloads.rules import find_rule
 
 MEASURED = ("step", "tokens_per_s_gpu", "mfu", "log")
@@ -129,7 +131,8 @@ def check_columns(anchor: str, varied: Iterable[Option]) -> None:
     path = Path(anchor)
     if not path.is_file():
         return
-    columns = {*map(_name, next(csv.reader(read_text(path).splitlines()), []))}
+    _, heading = next(read_rows(read_text(path)), (0, []))
+    columns = {*without_headings(dict.fromkeys(map(_name, heading), ""))}
     for option in varied:
         if not columns & {_name(word) for word in (option.name, *option.words)}:
             allowed = f"a file with a column {option.name}, since that is a list here"
@@ -142,7 +145,7 @@ def _of_run(options: AnyOptions) -> Iterator[Anchor]:
         path = find_run(options.runs, options.anchor or "")
     except ConfigError as error:
         raise ConfigError(
-            "anchor", error.value, f"a CSV file, a log or {error.allowed}"
+            "anchor", error.value, f"a table (CSV, Markdown), a log or {error.allowed}"
         ) from None
     records: dict[str, list[Measured]] = {}
     for record in read_records(path):
@@ -163,7 +166,7 @@ def _of_run(options: AnyOptions) -> Iterator[Anchor]:
 
 
 def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
-    """Yield the step of a training log, or the rows of a CSV file.
+    """Yield the step of a training log, or the rows of a table.
 
     Raises ConfigError with the line of a row.
     """
@@ -174,19 +177,24 @@ def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
         given.pop(name, None)
     if has_steps(path):
         inputs = _inputs(given, {})
-        yield Anchor(name=path.name, inputs=inputs, measured_s=_log_s(inputs, path, "anchor"))
+        measured_s = _log_s(inputs, path, "anchor")
+        _check_peak(inputs, measured_s, "anchor")
+        yield Anchor(name=path.name, inputs=inputs, measured_s=measured_s)
         return
-    reader = csv.DictReader(read_text(path).splitlines())
-    for row in reader:
-        line = f"line {reader.line_num}"
+    rows = read_rows(read_text(path))
+    _, heading = next(rows, (0, []))
+    names = [*map(_name, heading)]
+    for number, row in rows:
+        line = f"line {number}"
         try:
-            if None in row or None in row.values():
-                raise ConfigError("its cells", len(row), f"as many as columns: {len(row) - 1}")
-            cells = {_name(key): value.strip() for key, value in row.items() if value.strip()}
+            if len(row) != len(names):
+                raise ConfigError("its cells", len(row), f"as many as columns: {len(names)}")
+            named = zip(names, row, strict=True)
+            cells = without_headings({name: text for name, text in named if text})
             inputs = _inputs(given, cells)
-            yield Anchor(
-                name=line, inputs=inputs, measured_s=_measured_s(inputs, cells, path.parent)
-            )
+            measured_s = _measured_s(inputs, cells, path.parent)
+            _check_peak(inputs, measured_s, next(name for name in MEASURED if name in cells))
+            yield Anchor(name=line, inputs=inputs, measured_s=measured_s)
         except ConfigError as error:
             field = f"{path.name}: {line}: {error.field}"
             raise ConfigError(field, error.value, error.allowed) from None
@@ -204,8 +212,8 @@ def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> Inputs:
         cls = framework_job.options_class(find_rule(framework))
     by_column = _options_of(cls)
     changed = dict(given)
-    for column, text in cells.items():
-        if column in MEASURED:
+    for column, text in in_options(cells, by_column).items():
+        if column in MEASURED or column == DP:
             continue
         if column not in by_column:
             near = nearest(column, [*MEASURED, *by_column])
@@ -220,9 +228,20 @@ def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> Inputs:
     for name in changed.keys() - {option.name for option in options(cls)}:
         raise ConfigError(name, changed[name], f"left out with --framework {framework}")
     row = build(cls, changed)
+    if DP in cells:
+        row = build(cls, changed | _ranks(cells, row))
     if isinstance(row, FrameworkJob):
         return inputs_of(framework_job.basis_of(row), framework_job.workload_of(row))
     return inputs_of(row)
+
+
+def _ranks(cells: Mapping[str, str], row: AnyOptions) -> dict[str, Any]:
+    """Return the option of the ranks that a row's column dp gives. Raises ConfigError."""
+    count = ranks_of(cells[DP], row)
+    for name in ("nproc", "world_size", "g"):
+        if name in cells and cells[name] != str(count):
+            raise ConfigError(DP, cells[DP], f"{name} ({cells[name]}) / (tp x pp x cp)")
+    return {"nproc": str(count), **({"world_size": None} if hasattr(row, "world_size") else {})}
 
 
 def _options_of(cls: type[AnyOptions]) -> dict[str, Option]:
@@ -272,6 +291,21 @@ def _measured_s(inputs: Inputs, cells: Mapping[str, str], folder: Path) -> float
     if flops is None or peak is None or value > 100:
         raise ConfigError(name, cells[name], "a percentage of a device whose peak is known")
     return tokens * flops.causal / (peak * value / 100)
+
+
+def _check_peak(inputs: Inputs, measured_s: float, field: str) -> None:
+    """Raise ConfigError for a step with more FLOPs in its time than the device can do."""
+    flops = inputs.token_flops
+    if inputs.device is None or inputs.tokens is None or flops is None:
+        return
+    dtypes = (DType.FP32, DType.BF16, *inputs.narrow_dtypes)
+    peak = max(inputs.device.peak(dtype) or 0.0 for dtype in dtypes)
+    if peak == 0.0:
+        return
+    least_s = inputs.tokens / inputs.num_ranks * flops.causal / peak
+    if measured_s < least_s:
+        allowed = f"at least {format_time(least_s)}, the model's FLOPs at the device's peak"
+        raise ConfigError(field, format_time(measured_s), allowed)
 
 
 def _positive(name: str, text: str) -> float:

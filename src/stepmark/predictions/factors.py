@@ -7,6 +7,7 @@ from math import log
 from statistics import median
 from typing import Any
 
+from stepmark.ground.units import format_time
 from stepmark.predictions.interval import Interval, signed_interval
 from stepmark.timeline.ledger import Work
 
@@ -27,6 +28,9 @@ class Part(StrEnum):
 
 
 Factors = Mapping[Part, float]  # missing: 1
+_LARGE_FACTOR = 2.0
+_FEWEST_FOR_OUTLIERS = 3  # rows: of two neither is the odd one
+_OUTLYING = 4.5  # median deviations, 3 standard deviations of a normal distribution
 _PARTS = {
     Work.MATMUL: Part.PRODUCTS,
     Work.FILE: Part.PRODUCTS,
@@ -47,6 +51,11 @@ class AnchorRow:
     measured_s: float
     predicted_s: float
     left_out_s: float
+
+    @property
+    def left_out_log(self) -> float:
+        """Return the logarithm of measured over predicted seconds, by the other factors."""
+        return log(self.measured_s / self.left_out_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +79,39 @@ class Anchored:
 
     def interval(self, predicted_s: float) -> Interval:
         """Return the interval of a prediction by these factors."""
-        errors = [log(row.measured_s / row.left_out_s) for row in self.rows]
+        errors = [row.left_out_log for row in self.rows]
         return signed_interval(errors, predicted_s, f"anchors of {self.source}")
+
+    @property
+    def outliers(self) -> list[AnchorRow]:
+        """Return the rows that are far from the others, such as with a unit mistyped."""
+        if len(self.rows) < _FEWEST_FOR_OUTLIERS:
+            return []
+        logs = [row.left_out_log for row in self.rows]
+        middle = median(logs)
+        spread = median(abs(own - middle) for own in logs)
+        most = max(log(_LARGE_FACTOR), _OUTLYING * spread)
+        return [row for row in self.rows if abs(row.left_out_log - middle) > most]
+
+    @property
+    def notes(self) -> list[str]:
+        """Return reasons to doubt the rows, or the step that they are compared with."""
+        notes = [
+            f"{row.name} is far from the other anchors: it took {format_time(row.measured_s)}, "
+            f"these predict {format_time(row.left_out_s)}; check its value and its unit"
+            for row in self.outliers
+        ]
+        large = [
+            f"{part} {factor:.3g}"
+            for part, factor in self.factors.items()
+            if not 1 / _LARGE_FACTOR <= factor <= _LARGE_FACTOR
+        ]
+        if large:
+            notes.append(
+                f"factors above {_LARGE_FACTOR:g} or below {1 / _LARGE_FACTOR:g}: "
+                f"{', '.join(large)}; check that the anchors are the steps that their rows say"
+            )
+        return notes
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -82,4 +122,5 @@ class Anchored:
             "error_pct": 100 * self.error,
             "left_out_error_pct": 100 * self.left_out_error,
             "rows": [asdict(row) for row in self.rows],
+            "notes": self.notes,
         }

@@ -130,10 +130,14 @@ def _predicted(
 def interval_of(
     prediction: Prediction, anchored: Anchored | None = None
 ) -> tuple[Interval | None, list[str]]:
-    """Return the interval by anchors, by calibrated steps or by published ones, and notes."""
+    """Return the interval by anchors, by calibrated steps or by published ones, and notes.
+
+    Anchors without factors change no step: where they are few, its interval stays.
+    """
     if anchored:
         interval = anchored.interval(prediction.step_s)
-        return interval, [] if interval.is_known else [str(interval)]
+        if interval.is_known or anchored.factors:
+            return interval, [] if interval.is_known else [str(interval)]
     if prediction.inputs.calibration:
         return calibrated_errors.interval_of(prediction, calibrated_error(prediction.inputs))
     return sheet_errors.interval_of(prediction)

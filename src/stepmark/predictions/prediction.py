@@ -39,7 +39,7 @@ class StepMemory:
     """Predicted memory of the fullest rank.
 
     verdict: fits, close, does not fit, or unknown for a device of unknown size. fitting:
-    options with which a step fits that does not, "" where none is known. stages: bytes by
+    options with which a step fits that may not, "" where none is known. stages: bytes by
     purpose of a rank of each pipeline stage, the fullest first.
     """
 
@@ -107,7 +107,9 @@ class Prediction:
     def memory(self) -> StepMemory | None:
         """The memory of a rank, with what fits; None where it is not derived, as on a CPU."""
         estimated = self.estimated_memory
-        if estimated is None or estimated.verdict != memory.NO_FIT or not self.device_bytes:
+        if estimated is None or not self.device_bytes:
+            return estimated
+        if estimated.verdict not in (memory.NO_FIT, memory.CLOSE):
             return estimated
         if self.inputs.case is None:
             fitting = workload_memory.what_fits(self.inputs.workload, self.device_bytes)

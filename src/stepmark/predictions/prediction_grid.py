@@ -17,7 +17,7 @@ from stepmark.model.device import find_device_by_alias, unknown_device
 from stepmark.model.systems import find_system
 from stepmark.predictions.anchored_steps import check_columns
 from stepmark.predictions.framework_job import generated
-from stepmark.predictions.note import MOST_NOTES, note_lines, topic_of
+from stepmark.predictions.note import MOST_NOTES, Topic, note_lines, noted, topic_of
 from stepmark.predictions.predict import Job, anchored_by, of_job
 from stepmark.predictions.prediction_text import in_width, limit
 from stepmark.predictions.training_run import show_tokens
@@ -176,6 +176,9 @@ def predict_grid(
             notes.update(dict.fromkeys(prediction.all_notes, 1))
     if not rows:
         raise errors[0]
+    if anchored:
+        doubts = noted(Topic.CALIBRATION, anchored.notes)
+        notes.update(dict.fromkeys(doubts, len(rows)))
     is_by_cost = _is_by_cost(grid.axes, rows)
     rows.sort(key=lambda row: _order(row, is_by_cost=is_by_cost))
     return PredictionGrid(axes=grid.axes, rows=rows, refused=refused, notes=notes)

@@ -6,12 +6,14 @@ from dataclasses import replace
 from stepmark.efficiency.kernel_times import kernel_times
 from stepmark.ground.dtypes import DType
 from stepmark.model.device import DeviceSpec
+from stepmark.model.model import ModelConfig
 from stepmark.predictions.contention import sheet_slowdowns
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.note import Note, Topic, noted
 from stepmark.predictions.prediction import Prediction
 from stepmark.timeline.ledger import Group, Work
 from stepmark.timeline.step_cost import Source
+from stepmark.workloads.formats.huggingface.shared_fields import DEFAULT_SEQ_LEN
 from stepmark.workloads.workload_files import read_notes
 
 
@@ -56,6 +58,7 @@ def _model_notes(inputs: Inputs) -> Iterator[str]:
     yield from assumed
     unmodelled = workload.model.unmodelled if workload.model else ()
     yield from unmodelled
+    yield from _length_note(workload.model)
     if workload.model and (count := workload.model.num_mtp_layers):
         plain = replace(workload.model, num_mtp_layers=0).num_active_matmul_params
         share = 1 - plain / workload.model.num_active_matmul_params
@@ -68,6 +71,13 @@ def _model_notes(inputs: Inputs) -> Iterator[str]:
     yield from (
         f"of the file: {note}" for note in of_file if note not in (*assumed, *unmodelled)
     )
+
+
+def _length_note(model: ModelConfig | None) -> Iterator[str]:
+    """Yield the length that stands for a longer one of a config, which is rarely trained at."""
+    if model and model.seq_len == DEFAULT_SEQ_LEN < model.max_context:
+        allowed = f"the config allows {model.max_context:,} (--seq-len)"
+        yield f"seq {model.seq_len}: {allowed}"
 
 
 def _unknown_notes(unknown: Mapping[str, bool]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """What a prediction says, as text: the answer first, then what it rests on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +21,7 @@ from stepmark.timeline.ledger_text import differences
 
 _LEAST_SHARE_PCT = 5.0  # of the step that the sentence on its limit names
 _WIDTH = 160  # columns of a line of the answer
+_MOST_ROWS = 12  # of anchors with their errors
 _ALIKE = 0.01  # of the step, by which no line of stages that are alike differs
 
 
@@ -85,8 +86,24 @@ def answer(prediction: Prediction, document: Mapping[str, Any]) -> str:
     if memory := document["memory"]:
         num_bytes = memory["reserved_bytes"] or memory["allocated_bytes"]
         kind = "reserved" if memory["reserved_bytes"] else "allocated"
-        words += [fit_text(memory["verdict"], num_bytes, memory["device_bytes"], kind)]
+        if cache_bytes := _cache_bytes(memory):
+            sizes = f"{format_bytes(memory['allocated_bytes'])} allocated"
+            sizes += f" and {format_bytes(cache_bytes)} of cache"
+            words += [f"may not fit ({sizes}; {format_bytes(memory['device_bytes'])} in all)"]
+        else:
+            words += [fit_text(memory["verdict"], num_bytes, memory["device_bytes"], kind)]
     return ", ".join([*words, _limit(document)])
+
+
+def _cache_bytes(memory: Mapping[str, Any]) -> int:
+    """Return the bytes that are reserved and not allocated, where they exceed the device.
+
+    0 where all that is reserved fits, or where not even what is allocated does.
+    """
+    reserved = memory["reserved_bytes"] or 0
+    if memory["verdict"] != "close" or reserved <= memory["device_bytes"]:
+        return 0
+    return int(reserved - memory["allocated_bytes"])
 
 
 def _rate(value: float) -> str:
@@ -196,6 +213,21 @@ def anchor_lines(anchored: Mapping[str, Any]) -> Iterator[str]:
     left_out = f"{anchored['left_out_error_pct']:.1f} % by factors of the other steps"
     source = f"{len(anchored['rows'])} steps of {anchored['source']}"
     yield f"  anchors: {source}, median error {error}, {left_out}"
+    yield from in_width(f"  {_anchor_errors(anchored['rows'])}", "    ")
+    for note in anchored["notes"]:
+        yield f"  note: {note}"
+
+
+def _anchor_errors(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the errors of anchors by factors of the others, the largest first."""
+    errors = {
+        (index, row["name"]): 100 * (row["left_out_s"] / row["measured_s"] - 1)
+        for index, row in enumerate(rows)
+    }
+    largest_first = sorted(errors.items(), key=lambda item: -abs(item[1]))
+    words = [f"{name} {error:+.1f} %" for (_, name), error in largest_first]
+    more = f", and {len(words) - _MOST_ROWS} smaller ones" if words[_MOST_ROWS:] else ""
+    return f"errors: {', '.join(words[:_MOST_ROWS])}{more}"
 
 
 _STAGE = given("stage")
@@ -283,8 +315,12 @@ def _memory(memory: Mapping[str, Any], purposes: str = "") -> str:
         text += f" on stage {memory['stages'][0]['stage']}"
     if memory["device_bytes"] is None:
         return f"{text}; that of the device is unknown"
+    device = format_bytes(memory["device_bytes"])
     verdicts = {"fits": "fits into", "close": "close to", "does not fit": "DOES NOT FIT into"}
-    text += f", {verdicts[memory['verdict']]} {format_bytes(memory['device_bytes'])}"
+    if _cache_bytes(memory):
+        text += f": at risk, the allocator frees its cache to stay within {device}"
+    else:
+        text += f", {verdicts[memory['verdict']]} {device}"
     return f"{text}; it would fit with {memory['fitting']}" if memory["fitting"] else text
 
 

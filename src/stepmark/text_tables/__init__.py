@@ -3,6 +3,7 @@
 - nccl_text.py, nccl_lines.py, nccl_notes.py, nccl_json.py: nccl-tests and rccl-tests.
 - stopped_outputs.py: outputs that end before their last row.
 - benchmark_text.py: mscclpp-test, PARAM, OSU, all_reduce_bench, DeepSpeed.
+- delimited_rows.py: rows of CSV, TSV and Markdown.
 - result_csv.py, slide_tables.py, printed_figures.py: CSVs, slides, printed numbers.
 - validate.py: figures of a table against each other.
 - profiler_table.py, profiler_text.py, perftools.py, profiler_checks.py: tables of profilers.

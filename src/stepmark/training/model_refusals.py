@@ -18,7 +18,7 @@ RUN = frozenset(
         *("ffn_hidden_size", "vocab_size", "seq_len", "tied_embeddings", "qkv_bias"),
         *("attention_bias", "linear_bias", "qk_norm", "max_positions", "moe", "mla", "pattern"),
         *("delta", "mamba", "source", "published_params", "published_active_params"),
-        *("aliases", "unmodelled"),
+        *("aliases", "unmodelled", "max_context"),
         *("layer.ffn_hidden_size",),
         *("moe.num_experts", "moe.top_k", "moe.ffn_hidden_size", "moe.num_shared_experts"),
         *("moe.shared_ffn_hidden_size", "moe.first_dense_layers", "moe.router_bias"),

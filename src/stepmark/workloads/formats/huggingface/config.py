@@ -4,6 +4,7 @@ Only what changes shapes is read. `unmodelled` names the other keys that change 
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ _NAMES = {
     "moe.top_groups": "topk_group",
 }
 _EXPERTS = ("num_local_experts", "n_routed_experts", "moe_num_experts")
+# Of which a step is made; others, such as head_dim, follow from these in most files.
+_SIZES = (
+    *("num_key_value_heads", "intermediate_size", "vocab_size", "num_experts"),
+    *("num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+)
 _TEXT = "text_config"
 
 
@@ -57,7 +63,10 @@ def read_config(path: Path, as_family: str = "") -> ModelConfig:
         notes = unmodelled({**outer, **keys.raw}, keys.read)
         if family != own_family:
             notes.insert(0, f"model_type {one_line(own_family)} is read as {family}")
+        notes += _absent_notes(keys)
         facts["unmodelled"] = tuple(f"{path}: {note}" for note in notes)
+        context = keys.raw.get("max_position_embeddings")
+        facts["max_context"] = context if isinstance(context, int) else 0
         return ModelConfig(**facts, **fields)
     except ConfigError as error:
         if error.field.startswith(where):
@@ -67,13 +76,20 @@ def read_config(path: Path, as_family: str = "") -> ModelConfig:
         raise in_words_of_file(error, dict(keys.raw), where, names) from None
 
 
+def _absent_notes(keys: Keys) -> list[str]:
+    """Return a note on sizes that decide the step and that the file leaves to its family."""
+    sizes = [f"{name} is absent: {keys.absent[name]}" for name in _SIZES if name in keys.absent]
+    defaults = "defaults" if len(sizes) > 1 else "default"
+    return [f"{'; '.join(sizes)} (the family's {defaults})"] if sizes else []
+
+
 def _of_text(keys: Keys) -> Keys:
     """Return the keys of the decoder of text, which are inside for models that see, too."""
     outer = keys.text("model_type", default="")
     inner = keys.part(_TEXT)
     if inner is None:
         if outer in NESTED:
-            return Keys({**keys.raw, "model_type": NESTED[outer]}, keys.where, keys.read)
+            return replace(keys, raw={**keys.raw, "model_type": NESTED[outer]})
         return keys
     family = inner.raw.get("model_type", NESTED.get(outer, outer))
     raw = {"tie_word_embeddings": keys.raw.get("tie_word_embeddings"), **inner.raw}

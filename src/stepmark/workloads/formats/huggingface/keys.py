@@ -24,6 +24,7 @@ class Keys:
     raw: Mapping[str, object]
     where: str
     read: set[str] = field(default_factory=set)
+    absent: dict[str, int] = field(default_factory=dict)  # sizes with their default
 
     def error(self, name: str, allowed: str) -> ConfigError:
         """Return the error of a value that is not modelled."""
@@ -121,6 +122,8 @@ class Keys:
             raise self._of_type(name, "int", value)
         if not low <= value <= _LARGEST:
             raise self.error(name, f"a whole number from {low} to {_LARGEST}")
+        if name not in self.raw:
+            self.absent[name] = value
         return value
 
     def _of_type(self, name: str, kind: str, value: object) -> ConfigError:

@@ -34,7 +34,11 @@ _EFFECTS: dict[str, tuple[str, _Test]] = {
             "mtp_num_layers",
             "mtp_num_hidden_layers",
         ),
-        ("multi-token-prediction layers are left out (--num-mtp-layers counts them)", _is_set),
+        (
+            "multi-token-prediction layers are left out (Megatron's rules count them with "
+            "--num-mtp-layers)",
+            _is_set,
+        ),
     ),
     **dict.fromkeys(
         ("quantization_config", "compression_config"),

@@ -57,6 +57,8 @@ def decoder(
         raise keys.error("hidden_size", allowed)
     width = width or hidden // heads
     num_kv = keys.size("num_key_value_heads", default=kv_heads, null=None) or heads
+    if "num_key_value_heads" not in keys.raw:
+        keys.absent["num_key_value_heads"] = num_kv
     return {
         "hidden_size": hidden,
         "num_layers": keys.size("num_hidden_layers"),

@@ -1,0 +1,31 @@
+"""Read rows of cells: CSV, its variants by tab, semicolon and |, and tables of Markdown."""
+
+import csv
+import re
+from collections.abc import Iterator
+
+from stepmark.ground.read_text import lines_of
+
+_DELIMITERS = ",\t;|"
+_RULE = re.compile(r"\s*:?-+:?\s*")  # a cell of the line below a heading in Markdown
+_MARKDOWN = " *`"  # around the text of a cell
+
+
+def read_rows(text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the last line, from 1, and the cells of each row, the heading first.
+
+    The delimiter is the one that the heading has most often.
+    """
+    lines = lines_of(text)
+    heading = next((line for line in lines if line.strip()), "")
+    delimiter = max(_DELIMITERS, key=heading.count)
+    is_markdown = delimiter == "|"
+    if is_markdown:
+        lines = [line.strip().removeprefix("|").removesuffix("|") for line in lines]
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
+    for cells in reader:
+        is_rule = is_markdown and all(map(_RULE.fullmatch, cells))
+        if not cells or is_rule:
+            continue
+        chars = _MARKDOWN if is_markdown else None
+        yield reader.line_num, [cell.strip(chars) for cell in cells]
