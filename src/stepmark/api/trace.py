@@ -13,7 +13,8 @@ from stepmark.tables.columns import number
 from stepmark.tables.table import Table
 from stepmark.traces import trace_page
 from stepmark.traces.trace import StepTimes, step_times
-from stepmark.traces.trace_breakdown import STEP_COLUMNS, slow_rank
+from stepmark.traces.trace_breakdown import STEP_COLUMNS
+from stepmark.traces.trace_messages_text import slow_rank
 from stepmark.traces.trace_options import BreakdownOptions
 
 
@@ -43,7 +44,9 @@ class Trace(Table):
         self.ledger = Table(trace_page.ledger(self.rows()))
         of_messages = histogram.rows(times.messages.histogram, num_ranks_seen=len(times.ranks))
         self.messages = Table(of_messages)
-        self.slow_rank = slow_rank(by_name["arrivals"])
+        self.slow_rank = slow_rank(
+            {row["rank"]: int(number(row, "num_last") or 0) for row in by_name["arrivals"]}
+        )
         self._times = times
 
     def _mean_s(self, name: str) -> float | None:

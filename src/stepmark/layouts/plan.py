@@ -92,7 +92,11 @@ def _anchored(options: PlanOptions) -> Anchored | None:
     """
     if options.anchor is None:
         return None
-    values: dict[str, Any] = {"models": options.models, "gbs": options.gbs, "seq_len": options.seq_len}
+    values: dict[str, Any] = {
+        "models": options.models,
+        "gbs": options.gbs,
+        "seq_len": options.seq_len,
+    }
     values |= inputs_of_cluster(options)
     if len({*options.gpus}) == 1:
         values["nproc"] = str(options.gpus[0])

@@ -141,15 +141,6 @@ def tables(ranks: Ranks) -> dict[str, list[Row]]:
     return tabled
 
 
-def slow_rank(arrivals: Sequence[Row]) -> int | None:
-    """Return the rank that arrives last in most calls; None where there is none."""
-    last = {int(_ns(row, "rank")): _ns(row, "num_last") for row in arrivals}
-    slowest = max(last, key=lambda rank: last[rank], default=None)
-    if len(last) < 2 or slowest is None:
-        return None
-    return slowest if 2 * last[slowest] > sum(last.values()) else None
-
-
 def _flat(item: Any) -> Row:
     """Return the fields of a dataclass whose values are no dataclasses."""
     return {field.name: getattr(item, field.name) for field in fields(item)}

@@ -234,6 +234,8 @@ def slow_rank(counts: Mapping[Rank, int]) -> Rank | None:
 
     counts: calls in which each rank arrives last.
     """
+    if len(counts) < 2:
+        return None
     slowest = max(counts, key=lambda rank: counts[rank])
     return slowest if 2 * counts[slowest] > sum(counts.values()) else None
 
