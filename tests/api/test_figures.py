@@ -167,6 +167,18 @@ def test_figures_of_a_trace_are_means_over_its_steps() -> None:
     assert {row["collective"] for row in own.messages} >= {"all_gather", "reduce_scatter"}
 
 
+@pytest.mark.parametrize("name", ["cpu-only", "dlrm8", "mtia"])
+def test_the_ledger_of_a_trace_adds_up_to_its_step(name: str) -> None:
+    """Also without a GPU, where idle time has no cause, and without a step."""
+    own = sm.read_trace(ROOT / "tests/data/traces" / name, jobs=1)
+    total_ns = sum(float(str(row["time_ns"])) for row in own.ledger)
+    assert total_ns == pytest.approx((own.step_s or 0.0) * 1e9)
+    assert (own.step_s is None) == (name == "mtia")
+    if own.step_s is None:
+        with pytest.raises(sm.StepmarkError, match="no steps to plot"):
+            own.plot()
+
+
 @pytest.mark.parametrize(
     ("last", "slowest"), [((1, 3), 1), ((2, 2), None), ((0, 0), None), ((3,), None), ((), None)]
 )

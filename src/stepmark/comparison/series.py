@@ -238,7 +238,7 @@ def series_of_training_log(log: TrainingLog) -> Series:
         unit="s" if is_time else log.unit,
         launches={log.file: tuple(cost if is_time else 1 / cost for cost in costs)},
         rounding=steady.rounding,
-        num_warmup=steady.num_warmup,
+        num_warmup=steady.num_warmup if steady.is_steady else None,
     )
 
 

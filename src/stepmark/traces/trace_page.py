@@ -219,19 +219,29 @@ def steps(rows: Sequence[Row]) -> Iterator[Figure]:
 
 def ledger(rows: Sequence[Row]) -> list[Row]:
     """Return the parts of a step, which add up to it: means over ranks and steps."""
+    if not rows:
+        return []
+    times = {name: _mean(rows, column) for column, (name, _) in _PARTS.items()}
     return [
-        {"line": name, "time_ns": _mean(rows, column) * 1e6}
-        for column, (name, _) in _PARTS.items()
-        if any(row[column] for row in rows)
+        {"line": name, "time_ns": time_ms * 1e6} for name, time_ms in times.items() if time_ms
     ]
 
 
 def _mean(rows: Sequence[Row], column: str) -> float:
-    """Return the mean in ms; waiting for other ranks is no part of exposed communication."""
-    total = sum(number(row, column) or 0.0 for row in rows)
+    """Return the mean in ms; waiting for other ranks is no part of exposed communication.
+
+    Idle time of traces without a GPU is not divided by cause: all of it is unknown.
+    """
+
+    def total(name: str) -> float:
+        return sum(number(row, name) or 0.0 for row in rows)
+
+    time_ns = total(column)
     if column == "exposed_comm_ns":
-        total -= sum(number(row, "exposed_waiting_ns") or 0.0 for row in rows)
-    return total / len(rows) / 1e6
+        time_ns -= total("exposed_waiting_ns")
+    if column == "unknown_idle_ns":
+        time_ns = total("idle_ns") - total("host_bound_ns") - total("kernel_gap_ns")
+    return time_ns / len(rows) / 1e6
 
 
 def _hidden(rows: Sequence[Row], num_steps: int) -> Iterator[Figure]:
