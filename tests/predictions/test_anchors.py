@@ -211,7 +211,7 @@ def test_rows_of_a_file_are_predictions(measured: str, tmp_path: Path) -> None:
     "text",
     [
         "\nmbs\tstep\n1\t1s\n\n2\t1.5s\n",
-        "\nmbs;step\n1;1s\n\n2;1.5s\n",
+        "\nmbs;step\n1;1s\n \n;\n2;1.5s\n",
         "\nmbs, step\n1, 1s\n\n2, 1.5s\n",
         "\n| **mbs** | `step` |\r\n|---:|:---|\n| 1 | 1s |\n| 2 | 1.5s |\n",
     ],

@@ -97,8 +97,8 @@ class Anchored:
     def notes(self) -> list[str]:
         """Return reasons to doubt the rows, or the step that they are compared with."""
         notes = [
-            f"{row.name} is far from the other anchors: it took {format_time(row.measured_s)}, "
-            f"these predict {format_time(row.left_out_s)}; check its value and its unit"
+            f"{row.name} is far from the other anchors: it took {format_time(row.measured_s)} "
+            f"and is predicted as {format_time(row.left_out_s)}; check its value and its unit"
             for row in self.outliers
         ]
         large = [
