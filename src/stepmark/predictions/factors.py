@@ -106,6 +106,8 @@ class Anchored:
             for part, factor in self.factors.items()
             if not 1 / _LARGE_FACTOR <= factor <= _LARGE_FACTOR
         ]
+        if len(large) == len(Part) and len({*self.factors.values()}) == 1:
+            large = [f"{self.factors[Part.PRODUCTS]:.3g} for all costs"]
         if large:
             notes.append(
                 f"factors above {_LARGE_FACTOR:g} or below {1 / _LARGE_FACTOR:g}: "
