@@ -211,7 +211,7 @@ def test_rows_of_a_file_are_predictions(measured: str, tmp_path: Path) -> None:
     "text",
     [
         "\nmbs\tstep\n1\t1s\n\n2\t1.5s\n",
-        "\nmbs;step\n1;1s\n\n2;1.5s\n",
+        "\nmbs;step\n1;1s\n \n;\n2;1.5s\n",
         "\nmbs, step\n1, 1s\n\n2, 1.5s\n",
         "\n| **mbs** | `step` |\r\n|---:|:---|\n| 1 | 1s |\n| 2 | 1.5s |\n",
     ],
@@ -271,7 +271,7 @@ def test_a_row_may_name_another_framework(
     assert document["interval"]["low_s"] is None
     printed = capsys.readouterr().out
     assert "factors on costs: 6.19" in printed
-    assert "  note: factors above 2 or below 0.5: products 6.19, " in printed
+    assert "  note: factors above 2 or below 0.5: 6.19 for all costs; " in printed
     assert f"note: no interval: 2 anchors of {path}, 9 needed" in printed
 
 
@@ -286,7 +286,7 @@ def test_doubtful_anchors_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     anchors = predicted(tmp_path, "--mbs", "1", "--anchor", str(path))["anchors"]
     outlier, factors = anchors["notes"]
     assert outlier.startswith("line 8 is far from the other anchors: it took ")
-    assert factors.startswith("factors above 2 or below 0.5: products 2.")
+    assert factors.startswith("factors above 2 or below 0.5: 2.5 for all costs; ")
     printed = capsys.readouterr().out
     assert f"  note: {outlier}\n" in printed
     assert "  errors: line 8 -9" in printed

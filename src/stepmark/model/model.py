@@ -130,9 +130,7 @@ class ModelConfig:
     published_active_params: int | None = None
     aliases: tuple[str, ...] = ()
     unmodelled: tuple[str, ...] = field(default=(), compare=False)  # notes for the reader
-    max_context: int = field(
-        default=0, compare=False
-    )  # tokens that its file allows; 0: unknown
+    max_context: int = field(default=0, compare=False)  # tokens; 0: its file has none
 
     def __post_init__(self) -> None:
         self._check_fields()

@@ -97,8 +97,8 @@ class Anchored:
     def notes(self) -> list[str]:
         """Return reasons to doubt the rows, or the step that they are compared with."""
         notes = [
-            f"{row.name} is far from the other anchors: it took {format_time(row.measured_s)}, "
-            f"these predict {format_time(row.left_out_s)}; check its value and its unit"
+            f"{row.name} is far from the other anchors: it took {format_time(row.measured_s)} "
+            f"and is predicted as {format_time(row.left_out_s)}; check its value and its unit"
             for row in self.outliers
         ]
         large = [
@@ -106,6 +106,8 @@ class Anchored:
             for part, factor in self.factors.items()
             if not 1 / _LARGE_FACTOR <= factor <= _LARGE_FACTOR
         ]
+        if len(large) == len(Part) and len({*self.factors.values()}) == 1:
+            large = [f"{self.factors[Part.PRODUCTS]:.3g} for all costs"]
         if large:
             notes.append(
                 f"factors above {_LARGE_FACTOR:g} or below {1 / _LARGE_FACTOR:g}: "

@@ -220,12 +220,9 @@ def anchor_lines(anchored: Mapping[str, Any]) -> Iterator[str]:
 
 def _anchor_errors(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the errors of anchors by factors of the others, the largest first."""
-    errors = {
-        (index, row["name"]): 100 * (row["left_out_s"] / row["measured_s"] - 1)
-        for index, row in enumerate(rows)
-    }
-    largest_first = sorted(errors.items(), key=lambda item: -abs(item[1]))
-    words = [f"{name} {error:+.1f} %" for (_, name), error in largest_first]
+    errors = [(row["name"], 100 * (row["left_out_s"] / row["measured_s"] - 1)) for row in rows]
+    largest_first = sorted(errors, key=lambda item: -abs(item[1]))
+    words = [f"{name} {error:+.1f} %" for name, error in largest_first]
     more = f", and {len(words) - _MOST_ROWS} smaller ones" if words[_MOST_ROWS:] else ""
     return f"errors: {', '.join(words[:_MOST_ROWS])}{more}"
 

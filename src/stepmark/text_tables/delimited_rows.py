@@ -25,7 +25,7 @@ def read_rows(text: str) -> Iterator[tuple[int, list[str]]]:
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
     for cells in reader:
         is_rule = is_markdown and all(map(_RULE.fullmatch, cells))
-        if not cells or is_rule:
+        if is_rule or not any(map(str.strip, cells)):
             continue
         chars = _MARKDOWN if is_markdown else None
         yield reader.line_num, [cell.strip(chars) for cell in cells]
