@@ -14,7 +14,7 @@ from tests.cli.process import stepmark
 import stepmark as sm
 from stepmark.api.sweep import _swept as swept
 from stepmark.cases.sweep import split_values
-from stepmark.traces.trace_breakdown import slow_rank
+from stepmark.traces.trace_messages_text import slow_rank
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
@@ -185,10 +185,7 @@ def test_the_ledger_of_a_trace_adds_up_to_its_step(name: str) -> None:
 def test_the_slow_rank_arrives_last_in_most_calls(
     last: tuple[int, ...], slowest: int | None
 ) -> None:
-    rows: list[dict[str, object]] = [
-        {"rank": rank, "num_last": count} for rank, count in enumerate(last)
-    ]
-    assert slow_rank(rows) == slowest
+    assert slow_rank(dict(enumerate(last))) == slowest
 
 
 def test_figures_of_a_workload_are_of_all_ranks() -> None:
@@ -236,7 +233,7 @@ def test_steps_of_a_run_have_both_ledgers() -> None:
     bars = [total([trace]) for trace in step.ledger.plot().data]
     assert sum(bars) == pytest.approx(1e3 * (step.step_s + step.predicted_s))
     assert "measured 199 ms" in step.answer
-    assert step.suggestions[0].command.startswith("stepmark predict --from-run")
+    assert step.suggestions[0].command.startswith("stepmark train gpt2-1.5b ")
 
 
 def test_without_plotly_it_says_what_to_install(

@@ -157,11 +157,13 @@ def test_a_dry_run_has_the_time_and_the_limit_of_each_product(
     assert status(["op", "all", *words, "--dry-run", "--json", str(table)]) == 0
     out, err = capsys.readouterr()
     assert "predicted times are by operators that were measured sustained on h100-sxm" in err
-    assert "bf16 torch  # 0.4123 TFLOP, 208 MiB moved, 208 MiB of operands, predicted" in out
+    assert re.search(r"qkv fwd +8192x6144x4096 +32 +416.7 us +642 us +2.6 %", out)
     rows = {(row["role"], row["pass"]): row for row in json.loads(table.read_text())}
     assert {row["bound"] for row in rows.values()} == {"compute", None}
-    spans = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    spans = [e for e in events if e["cat"] == "matmul"]  # without casts of weights
     times_us = {(e["args"]["module"], e["args"]["phase"]): e["dur"] for e in spans}
+    assert len(times_us) > 10
     roles = {"attention.qkv": "qkv", "attention.out": "out", "mlp.down": "down", "head": "head"}
     for (module, phase), time_us in times_us.items():
         if module in roles:
@@ -172,7 +174,9 @@ def test_a_dry_run_has_the_time_and_the_limit_of_each_product(
     assert rows["rope", "fwd"]["predicted_s"] is None
     few = ["--m", "16", "--n", "8192", "--k", "8192", "--device", "h100-sxm", "--dry-run"]
     assert status(["op", "gemm", *few]) == 0
-    assert capsys.readouterr().out.endswith(" TFLOP/s, bound by memory\n")
+    last = capsys.readouterr().out.split("\n")[-2]
+    least, predicted = re.findall(r"([0-9.]+) us", last)
+    assert float(least) < float(predicted) < 2 * float(least)  # bound by memory
 
 
 def test_no_line_of_a_long_step_is_below_zero(capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,7 +208,8 @@ class KernelTimes:
         if isinstance(op, Bmm):  # one launch; all of them exceed the caches
             work_s = op.batch * max(0.0, time_s - law.launch_s)
             return max(law.launch_s + work_s, self._traffic_s(op))
-        return time_s * (_UNALIGNED if self._is_unaligned(op) else 1.0)
+        time_s *= _UNALIGNED if self._is_unaligned(op) else 1.0
+        return max(time_s, self._traffic_s(op))  # the law was fitted to many rows
 
     def _grouped_s(self, op: GroupedGemm, law: ProductLaw) -> float:
         time_s = law.launch_s
@@ -223,7 +224,7 @@ class KernelTimes:
         time_s *= self.grouped * self.layouts.get(layouts[op.phase], 1.0)
         return max(time_s, self._traffic_s(op))
 
-    def _traffic_s(self, op: Bmm | GroupedGemm) -> float:
+    def _traffic_s(self, op: Gemm | Bmm | GroupedGemm) -> float:
         """Return the seconds that a plain kernel needs for the operands."""
         time = self._memory_time(Kernel(name="", bytes_moved=op.bytes_moved), Style.FUSED)
         return time.time_s if time else 0.0
