@@ -109,6 +109,9 @@ class Bench:
     def abort(self) -> None:
         say("aborted")
 
+    def completed(self, entry: Entry) -> Entry:
+        return entry
+
 
 def make_benches(plan: Plan, context: Context) -> dict[str, Bench]:
     return {"comm": Bench()}

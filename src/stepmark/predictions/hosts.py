@@ -82,7 +82,8 @@ class HostTimes:
         self.host = host
         self.launch = launch
         has_tp = "tp" in workload.groups and workload.groups["tp"].size > 1
-        self._has_dtensors = workload.rules == "pytorch" and has_tp
+        # PyTorch's rules have names by the way of sharding, too: tp, fsdp, ...
+        self._has_dtensors = "tp_plan" in workload.settings and has_tp
         self._layers_per_update = _layers_per_update(workload)
 
     def __call__(self, op: Operation) -> float:
