@@ -28,6 +28,7 @@ from stepmark.model.ops import (
 )
 from stepmark.model.ops.backends import BACKENDS, MODULES, Capabilities, usual
 from stepmark.model.ops.custom import digest_of
+from stepmark.model.ops.fields import number_or_text
 from stepmark.model.parallel import ParallelConfig
 from stepmark.model.product_precision import of_operators
 from stepmark.operators.op_options import (
@@ -454,12 +455,7 @@ def _read(field: str, text: Any) -> Any:
         return text
     if field == "varlen":
         return [_read("", part) for part in text.split("+")]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    return number_or_text(text)
 
 
 def _scaled(op: Op, options: OpOptions) -> Op:

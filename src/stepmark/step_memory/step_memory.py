@@ -289,18 +289,18 @@ class StepMemory:
         gathered = (axes.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
         products = [leaf for leaf in unit.leaves if leaf.output]
         num_gathered = num_summed = sum(leaf.is_summed for leaf in products if axes.tp > 1)
-        kept = products[::2]
+        saved = products[::2]
         if self._formats.is_compiled:
-            kept = [leaf for leaf in kept if leaf is not products[-1]]
+            saved = [leaf for leaf in saved if leaf is not products[-1]]
             num_summed -= products[-1].is_summed and axes.tp > 1
         sizes = [
             (1 + num_summed) * self._row_bytes,
             model.num_heads * (model.d_v * self._formats.itemsize + FP32),
             gathered * self._formats.itemsize,
-            sum(leaf.output for leaf in kept if not leaf.is_summed),
+            sum(leaf.output for leaf in saved if not leaf.is_summed),
         ]
         whole = [num_gathered * self._row_bytes]
-        whole += [leaf.output for leaf in kept if leaf.is_summed]
+        whole += [leaf.output for leaf in saved if leaf.is_summed]
         return [size for size in (*(each // axes.tp for each in sizes), *whole) if size]
 
     def _loss(self, unit: FsdpUnit) -> list[Block]:

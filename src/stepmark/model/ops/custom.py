@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.ground.dtypes import DType
-from stepmark.model.ops.fields import MULTIPLIED, Operator, choice
+from stepmark.model.ops.fields import MULTIPLIED, Operator, choice, number_or_text
 
 CUSTOM = "custom"  # the family's name
 # Of MULTIPLIED and 8 bits: torch has no tensor of a block format.
@@ -60,9 +60,4 @@ class Custom(Operator):
 def _value(text: str) -> bool | int | float | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    return number_or_text(text)

@@ -137,3 +137,13 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
         words = {int: "a whole number", float: "a number", bool: "true or false"}
         raise ConfigError(name, value, words.get(hint, "text"))
     return value
+
+
+def number_or_text(text: str) -> int | float | str:
+    """Return a number for a number, and other text as it is."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
