@@ -382,7 +382,7 @@ def _row(own: Mapping[str, Any], records: list[Measured], step: Step | None) -> 
         "ranks": case.num_ranks,
         "mbs": case.mbs,
         "seq_len": case.model.seq_len,
-        "precision": f"{case.precision} fp8" if case.fp8 is not Fp8.NONE else str(case.precision),
+        "precision": str(case.precision) if case.fp8 is Fp8.NONE else f"{case.precision} fp8",
         "ac": str(case.recompute),
         "grad_accum": case.grad_accum,
         "bound": bound,
