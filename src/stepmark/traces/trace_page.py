@@ -77,7 +77,7 @@ def page(
             *steps(tables["steps"]),
             *_hidden(tables["communication"], len(tables["steps"])),
             *histogram_figures.figures(messages, per="rank and step"),
-            Section("Report", [preformatted(*lines)]),
+            Section("Report", [preformatted(*lines, is_table=True)]),
         ],
     )
 
