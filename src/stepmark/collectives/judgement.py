@@ -1,12 +1,14 @@
 """Whether a table of a collective's results is normal for its hardware, and if not, why.
 
 A table is compared with healthy tables in three figures: the peak bandwidth from 256 MiB on
-(tolerance 15 %), the shortest time up to 64 KiB (twice), and its own shape (table_curve.py).
+(95 % of their least is normal, less than 85 % is not), the shortest time up to 64 KiB (twice),
+and its own shape (table_curve.py). More than the links or NICs can carry is no verdict.
 Between these, two healthy tables of one platform differ by up to 54 %: middle sizes are judged
 by the table's shape alone. Unknown is an answer: it says what is missing.
 """
 
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -21,19 +23,30 @@ from stepmark.collectives.reference_ranges import (
     hardware_of,
     has_latency,
     load_healthy,
+    possible_shares,
     rate,
     reference_range,
     send_channel_share,
     tuner_latency_s,
 )
-from stepmark.collectives.table_curve import Curve, CurveFault, curve_faults, curves_of
+from stepmark.collectives.table_curve import (
+    Curve,
+    CurveFault,
+    curve_faults,
+    curves_of,
+    slow_path,
+)
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.reading import Table
 from stepmark.ground.units import GB, format_bytes, format_time
+from stepmark.tables.row_tables import LEAD
 from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
 
+BELOW = "below the healthy range"
+_NORMAL = 0.95  # of the least of healthy tables; those of one hardware differ by less
 _TOLERANCE = 0.85
+_LIMIT_SLACK = 1.01  # as of `above limit` (docs/definitions.md)
 _LATENCY_TOLERANCE = 2.0
 _FAR = 0.5  # of what other GPUs reach
 _RING = (0.7, 0.9)  # of a link's rate: what a ring reaches, and cannot reach
@@ -59,19 +72,23 @@ _NO_RANKS = (
 class Judgement:
     """The verdict on one curve. rows: figures beside their references."""
 
-    value: str  # "normal", "not normal", "unknown"
+    value: str  # "normal", BELOW, "not normal", "unknown"
     text: str
     rows: tuple[dict[str, str], ...]
     sources: tuple[str, ...]  # of the references
     findings: tuple[Finding, ...] = ()
 
     def lines(self) -> list[str]:
-        """Return the verdict, then a line for each figure."""
-        lines = [f"verdict    {self.value}: {self.text}"]
+        """Return the figures, each with its reference."""
+        lines = []
         for row in self.rows:
-            reference = f"   healthy: {row['reference']}" if row["reference"] else ""
-            lines.append(f"    {row['figure']:14} {row['value']}{reference}")
+            reference = f"; healthy: {row['reference']}" if row["reference"] else ""
+            lines += wrapped(f"    {row['figure']:14} {row['value']}{reference}", 19)
         return lines
+
+    def verdict_lines(self, lead: str) -> list[str]:
+        """Return the verdict as lines of a terminal."""
+        return wrapped(f"{lead:<{LEAD}}{self.value}: {self.text}", LEAD)
 
     def document(self) -> dict[str, object]:
         """Return it as plain values."""
@@ -95,8 +112,15 @@ class _Fit:
     latency_span: Span | None  # seconds
     has_peak: bool  # whether the peak can be judged
     is_slow: bool
+    is_low: bool  # is_slow or BELOW
     is_late: bool
     max_latency_s: float  # inf where small messages are not judged
+
+
+def wrapped(line: str, indent: int) -> list[str]:
+    return textwrap.wrap(
+        line, 80, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def parse_nics(text: str) -> Nics:
@@ -124,13 +148,14 @@ def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
     curve = fit.curve
     faults = [
         *([] if doubt else _outside(fit, nics)),
-        *curve_faults(curve, table.num_ranks or 0),
+        *curve_faults(curve, table.num_ranks or 0, table.num_hosts or 0),
     ]
     severe = [fault for fault in faults if fault.is_severe]
     notes = [each for each in table.notes if each.startswith((ROWS_MISSING, OUT_OF_BOUNDS))]
     is_wrong = any(reading.num_wrong for reading in table.readings)
     is_wrong = is_wrong or any(each.startswith(OUT_OF_BOUNDS) for each in notes)
-    value = "not normal" if severe or is_wrong else "unknown" if doubt else "normal"
+    value = "not normal" if severe or is_wrong else "unknown" if doubt else ""
+    value = value or (BELOW if fit.is_low else "normal")
     rows = _rows(fit, faults)
     name = f"{table.collective} of {table.num_ranks or 'unknown'} ranks {curve.dtype}"
     figures = "; ".join(f"{row['figure']} {row['value']}" for row in rows[:-2])
@@ -170,8 +195,11 @@ def _fit(
     if each.latency and has_latency(table):
         estimate = tuner_latency_s(family, hardware)
         latency_span = each.latency[0] * estimate, each.latency[1] * estimate
-    is_low = peak_span is not None and curve.peak.busbw < _TOLERANCE * peak_span[0]
+    part = curve.peak.busbw / peak_span[0] if peak_span else inf
+    is_slow = part < _TOLERANCE
+    is_low = is_slow or (part < _NORMAL and each.share is not None)
     has_peak = peak_span is not None and (curve.is_large or not is_low)
+    has_peak = has_peak and (each.share is not None or not is_slow)
     # One table is no range of latency, and other GPUs are none.
     late_s = _LATENCY_TOLERANCE * latency_span[1] if latency_span and each.link else inf
     late_s = inf if latency_span and latency_span[0] == latency_span[1] else late_s
@@ -182,8 +210,9 @@ def _fit(
         unit=unit,
         peak_span=peak_span,
         latency_span=latency_span,
-        has_peak=has_peak and (each.share is not None or not is_low),
-        is_slow=has_peak and is_low,
+        has_peak=has_peak,
+        is_slow=has_peak and is_slow,
+        is_low=has_peak and is_low,
         is_late=bool(curve.smallest and curve.smallest.time_s > late_s),
         max_latency_s=late_s,
     )
@@ -198,15 +227,21 @@ def _doubt(table: Table, fit: _Fit) -> str:
     reach = f"which reach {_span(span, _rate)}"
     missing = "" if hardware.is_stated else " without the NICs of a host (--nics 8x400G)"
     device = table.device or "a GPU that is not stated"
-    is_outside = fit.is_slow or fit.is_late
+    is_outside = fit.is_low or fit.is_late
     is_far = span and peak.busbw < _FAR * span[0] and hardware.device
-    has_time = not fit.curve.is_large and fit.curve.smallest and fit.latency_span
+    has_time = not fit.curve.is_large and fit.curve.smallest and fit.max_latency_s < inf
     end = format_bytes(fit.curve.points[-1].size_bytes)
+    excess = _excess(fit)
     reasons = (
         (not table.num_hosts, _NO_RANKS),
         (not hardware.num_hosts, "the hosts have different numbers of ranks"),
+        (excess, excess),
         (
-            not fit.has_peak and not has_time and not fit.curve.is_large and each.share,
+            not fit.has_peak
+            and not has_time
+            and not fit.curve.is_large
+            and fit.unit
+            and each.share,
             f"the table ends at {end}; the peak is judged from 256 MiB on",
         ),
         (
@@ -219,20 +254,46 @@ def _doubt(table: Table, fit: _Fit) -> str:
             f"each GPU others reach {_span(span, _rate)}",
         ),
         (
-            fit.is_slow and not fit.curve.is_flat,
+            fit.is_low and not fit.curve.is_flat,
             f"the table ends at {end}, before the bandwidth is flat; with larger messages "
             f"others reach {_span(span, _rate)}",
         ),
         (
-            fit.is_slow and not each.link and (hardware.num_hosts == 1 or not is_far),
+            fit.is_low and not each.link and (hardware.num_hosts == 1 or not is_far),
             f"there are only tables of other GPUs or NICs to compare, {reach}",
         ),
         (
-            fit.is_slow and each.share and each.share[0] == each.share[1] and not is_far,
+            fit.is_low and each.share and each.share[0] == each.share[1] and not is_far,
             f"the only healthy table to compare reaches {_span(span, _rate)}",
         ),
     )
     return next((text for is_true, text in reasons if is_true), "")
+
+
+def _excess(fit: _Fit) -> str:
+    """Return why a bandwidth is too high to be normal; "" where it is not."""
+    peak = fit.curve.peak.busbw
+    shares = possible_shares(fit.hardware, fit.range.family)
+    if not fit.unit or peak <= fit.unit:
+        return ""
+    links, cause = "NICs of a host", "--nics"
+    if fit.hardware.num_hosts == 1:
+        links, cause = "links of a GPU", "the GPU, the number of ranks"
+    elif not fit.hardware.is_stated:
+        links = f"assumed NICs ({_nics_text(fit.range)} for each GPU)"
+        cause = "the assumption (state the NICs: --nics 8x400G)"
+    low, high = (share * fit.unit for share in shares)
+    if peak > _LIMIT_SLACK * high:
+        return f"the {links} carry no more than {_rate(high)}: {cause} or a time is wrong"
+    if fit.hardware.num_hosts > 1 and peak > _LIMIT_SLACK * low:
+        return (
+            f"the {links} carry no more than {_rate(low)} unless the network's switches add "
+            f"(SHARP): without SHARP, {cause} or a time is wrong"
+        )
+    span = fit.range.share or (0.0, inf)
+    if span[0] < span[1] and peak * _TOLERANCE > span[1] * fit.unit:
+        return f"no healthy table reaches more than {_rate(span[1] * fit.unit)}: check {cause}"
+    return ""
 
 
 def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
@@ -256,12 +317,13 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
             points=[peak],
         )
     if fit.is_late and smallest:
+        path, action = slow_path(fit.hardware.num_hosts)
         yield CurveFault(
             name="latency",
             text=f"{format_time(smallest.time_s)} is more than twice the shortest time of "
             f"healthy tables ({_span(fit.latency_span, format_time)})",
-            cause="a network over TCP or the host's memory, CPUs that save power, or load",
-            action="NCCL_DEBUG=INFO (NET/Socket), and the CPUs' performance governor",
+            cause=f"{path}, CPUs that save power, or load",
+            action=f"{action}, and the CPUs' performance governor",
             points=[smallest],
         )
 
@@ -271,12 +333,22 @@ def _remarks(table: Table, fit: _Fit) -> list[str]:
     peak = fit.curve.peak.busbw
     hardware = fit.hardware
     high = fit.peak_span[1] if fit.peak_span and fit.range.share and fit.has_peak else 0.0
-    threads = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
-    reason = threads if table.gpus_per_thread > 1 else "there is no reference"
+    reason = "there is no reference"
+    if table.gpus_per_thread > 1:
+        reason = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
+    elif fit.latency_span:
+        one = "one healthy table is no range"
+        reason = one if fit.range.link else "there are only tables of other GPUs or NICs"
     low_ring, high_ring = _RING
     is_ring = hardware.num_hosts == 1 and high > fit.unit and fit.curve.is_large
     is_ring = is_ring and low_ring * fit.unit < peak < high_ring * fit.unit
+    least = fit.peak_span[0] if fit.peak_span else inf
     remarks = (
+        (
+            fit.is_low and not fit.is_slow,
+            f"the peak is {peak / least:.1%} of the least that healthy tables reach: "
+            f"{_NORMAL:.0%} is normal, less than {_TOLERANCE:.0%} not normal",
+        ),
         (
             fit.curve.smallest and fit.max_latency_s == inf,
             f"small messages are not judged: {reason}",
@@ -319,16 +391,25 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
     )
     own = f", {each.num_own} by this project" if each.num_own else ""
     tables = f"{each.num_tables}{own}{'' if each.link else ', of other GPUs or NICs'}"
+    peak_range = ""
+    if fit.peak_span and each.share and fit.has_peak:
+        least = fit.peak_span[0]
+        peak_range = f"{_span(fit.peak_span, _rate)}; normal from {_rate(_NORMAL * least)}, "
+        peak_range += f"not normal below {_rate(_TOLERANCE * least)}"
+    is_compared = each.num_tables and (fit.unit or fit.latency_span)
+    latency_range = _span(fit.latency_span, format_time)
+    if fit.max_latency_s < inf:
+        latency_range += f"; not normal above {format_time(fit.max_latency_s)}"
     figures = (
         (
             "peak busbw",
             f"{place}{share if fit.unit else ''}",
-            _span(fit.peak_span if each.share and fit.has_peak else None, _rate),
+            peak_range,
         ),
         (
             "shortest time",
             f"{format_time(small.time_s)} at {format_bytes(small.size_bytes)}" if small else "",
-            _span(fit.latency_span, format_time),
+            latency_range,
         ),
         (
             "half of peak",
@@ -336,7 +417,7 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
             _span(each.half_bytes, format_bytes),
         ),
         ("shape", f"{', '.join(fault.name for fault in faults) or 'no fault'}{sag}", ""),
-        ("healthy tables", tables if each.num_tables else "none to compare with", ""),
+        ("healthy tables", tables if is_compared else "none to compare with", ""),
     )
     return tuple(
         {"figure": figure, "value": value, "reference": reference}

@@ -141,19 +141,30 @@ def _points(sizes: Mapping[int, Sequence[Reading]], factor: float) -> Iterator[P
         )
 
 
-def curve_faults(curve: Curve, num_ranks: int) -> list[CurveFault]:
-    """Return the faults that the shape shows."""
+def slow_path(num_hosts: int) -> tuple[str, str]:
+    """Return the usual path of slow messages, and how to see it. num_hosts: 0 is unknown."""
+    if num_hosts == 1:
+        return (
+            "a path by the host's memory",
+            "NCCL_DEBUG=INFO for GPUs (SHM where P2P should be)",
+        )
+    over = "a network over TCP or the host's memory"
+    return over, "NCCL_DEBUG=INFO (NET/Socket, connections without GDRDMA)"
+
+
+def curve_faults(curve: Curve, num_ranks: int, num_hosts: int) -> list[CurveFault]:
+    """Return the faults that the shape shows. num_hosts: 0 is unknown."""
     points = curve.points
     return [
-        *_floor(points, num_ranks),
-        *_fall(points),
+        *_floor(points, num_ranks, num_hosts),
+        *_fall(points, num_hosts),
         *_slow_rows(points),
         *_slow_protocol(points),
         *_first_use(points),
     ]
 
 
-def _floor(points: Sequence[Point], num_ranks: int) -> Iterator[CurveFault]:
+def _floor(points: Sequence[Point], num_ranks: int, num_hosts: int) -> Iterator[CurveFault]:
     """Yield a time of a millisecond and more that sizes up to eight times larger share.
 
     Rings of many ranks need that long for small messages: 50 us for each rank is no fault.
@@ -161,20 +172,29 @@ def _floor(points: Sequence[Point], num_ranks: int) -> Iterator[CurveFault]:
     first = points[0]
     flat = [point for point in points if point.time_s < 2 * first.time_s]
     is_wide = flat[-1].size_bytes >= 8 * first.size_bytes
+    path, action = slow_path(num_hosts)
     if is_wide and first.time_s >= max(_FLOOR_S, 5e-5 * num_ranks):
         yield CurveFault(
             name="floor",
             text=f"every size up to {format_bytes(flat[-1].size_bytes)} takes "
             f"{format_time(min(point.time_s for point in flat))} and more",
-            cause="a network over TCP or the host's memory, or too few warm-up iterations",
-            action="NCCL_DEBUG=INFO (NET/Socket, connections without GDRDMA), and -w 5",
+            cause=f"{path}, ranks that share cores, or too few warm-up iterations",
+            action=f"{action}, and -w 20",
             points=flat,
         )
 
 
-def _fall(points: Sequence[Point]) -> Iterator[CurveFault]:
+def _fall(points: Sequence[Point], num_hosts: int) -> Iterator[CurveFault]:
     """Yield a bandwidth below 2/3 of that of a smaller size, in two rows one after another."""
     best = points[0]
+    pairs = "measure pairs to find a slow one (stepmark comm p2p-matrix)"
+    cause = "congestion, load on the host's memory or cores, or a slow GPU or link"
+    action = pairs
+    if num_hosts != 1:
+        cause = "lost packets or paused ports (a step to tens of milliseconds), congestion, "
+        cause += "or a slow host or link"
+        action = "read the NICs' counters of retransmissions and pauses before and after a "
+        action += f"run, check PFC and ECN, and {pairs}"
     for place, (this, after) in enumerate(pairwise(points)):
         if max(this.busbw, after.busbw) < best.busbw / _FALL:
             low = [point for point in points[place:] if point.busbw < best.busbw / _FALL]
@@ -184,10 +204,8 @@ def _fall(points: Sequence[Point]) -> Iterator[CurveFault]:
                 f"{format_bytes(best.size_bytes)} to {this.busbw / GB:.3g} GB/s at "
                 f"{format_bytes(this.size_bytes)} ({format_time(this.time_s)}) and low up to "
                 f"{format_bytes(low[-1].size_bytes)}",
-                cause="lost packets or paused ports (a step to tens of milliseconds), "
-                "congestion, or a slow host or link",
-                action="read the NICs' counters of retransmissions and pauses before and after "
-                "a run, check PFC and ECN, and measure hosts in pairs to find a slow one",
+                cause=cause,
+                action=action,
                 points=[best, *low],
             )
             return

@@ -271,8 +271,10 @@ class LogReport:
         elif self.verdicts:
             # The only verdict is the answer itself.
             only = [each for judged in self.judgements for each in judged]
-            answer = f"{only[0].value}: {only[0].text}" if len(only) == 1 else self.verdicts
-            yield f"{'answer':<{LEAD}}{answer}"
+            if len(only) == 1:
+                yield from only[0].verdict_lines("answer")
+            else:
+                yield f"{'answer':<{LEAD}}{self.verdicts}"
         if self.options.is_diagnosis:
             yield from finding_text(self.stops)
         for place, source in enumerate(self.sources):
@@ -286,7 +288,9 @@ class LogReport:
             name, *facts = log_summary.table_lines(table)
             yield name
             for judgement in judgements:
-                yield from judgement.lines()[is_only:]
+                if not is_only:
+                    yield from judgement.verdict_lines("verdict")
+                yield from judgement.lines()
             yield from facts
             yield from finding_text(findings)
         for file in self.without_tables:
