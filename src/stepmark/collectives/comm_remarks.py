@@ -174,6 +174,7 @@ def _range(values: Sequence[float]) -> str:
 
 # A link this far under the median (over it, for a time) is named.
 SLOW = 0.9
+_MOST_INTERMITTENT = 5  # links that the text lists
 
 # A call whose issuing takes this share of its time is bound by the host.
 HOST_SHARE = 0.5
@@ -210,6 +211,7 @@ class PairMatrix:
     host_bound: bool  # issuing a call takes about as long as the call
     links: tuple[Link, ...]  # by source, then by destination
     places: Mapping[int, str]  # by rank: its host, where ranks are on several
+    doubts: tuple[str, ...]  # cases without samples or with reasons to doubt, counted
 
     @property
     def ranks(self) -> list[int]:
@@ -228,16 +230,23 @@ class PairMatrix:
 
         There is none where the host bounds the latency.
         """
-        if self.host_bound:
-            return []
+        return [link for link in self._worst_first if self._is_worse(link.best)]
+
+    @property
+    def intermittent(self) -> list[Link]:
+        """Return links that are as slow by their value, but not by their best sample."""
+        slow = [link for link in self._worst_first if self._is_worse(link.value)]
+        return [link for link in slow if not self._is_worse(link.best)]
+
+    @property
+    def _worst_first(self) -> list[Link]:
+        is_time = not self.more_is_better
+        return sorted(self.links, key=lambda link: link.value, reverse=is_time)
+
+    def _is_worse(self, value: float) -> bool:
         middle = self.median
-        is_rate = self.more_is_better
-        slow = [
-            link
-            for link in self.links
-            if (link.best < SLOW * middle if is_rate else link.best * SLOW > middle)
-        ]
-        return sorted(slow, key=lambda link: link.value, reverse=not is_rate)
+        is_worse = value < SLOW * middle if self.more_is_better else value * SLOW > middle
+        return is_worse and not self.host_bound
 
 
 def places_of(devices: Sequence[DeviceInfo]) -> dict[int, str]:
@@ -266,16 +275,30 @@ def places_of(devices: Sequence[DeviceInfo]) -> dict[int, str]:
 def matrices(rows: Sequence[Row], devices: Sequence[DeviceInfo] = ()) -> list[PairMatrix]:
     """Return bandwidths at the largest size measured, latencies at the smallest."""
     places = places_of(devices)
-    pairs = (
-        row
-        for row in rows
-        if row["status"] == "measured" and row["pair"] and row["family"] in _KINDS
-    )
+    pairs = (row for row in rows if row["pair"] and row["family"] in _KINDS)
     groups = grouped(pairs, ("family", *_MATRIX_SETTING))
-    return [_matrix(group, places) for group in groups]
+    return [
+        _matrix(measured, places, _doubts(group))
+        for group in groups
+        if (measured := [row for row in group if row["status"] == "measured"])
+    ]
 
 
-def _matrix(rows: Sequence[Row], places: Mapping[int, str]) -> PairMatrix:
+def _doubts(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return lines that count cases without samples, and reasons to doubt the others."""
+    without = [row for row in rows if row["status"] != "measured"]
+    partial = [row for row in rows if text(row, "message").startswith("launch ")]
+    lines = [f"without a result: {statuses(without)} (of {len(rows)})"] if without else []
+    if partial:
+        lines.append(f"launches are missing: {len(partial)} (of {len(rows)}); --csv has why")
+    if counted := validity_counts(rows):
+        lines.append(f"doubtful: {counted}; --wide shows which")
+    return tuple(lines)
+
+
+def _matrix(
+    rows: Sequence[Row], places: Mapping[int, str], doubts: tuple[str, ...]
+) -> PairMatrix:
     family = text(rows[0], "family")
     title, unit, more_is_better = _KINDS[family]
     sizes = [int(number(row, "size_bytes") or 0) for row in rows]
@@ -309,6 +332,7 @@ def _matrix(rows: Sequence[Row], places: Mapping[int, str]) -> PairMatrix:
         and median(issues) > HOST_SHARE,
         links=tuple(link for _, link in sorted(links.items())),
         places=places,
+        doubts=doubts,
     )
 
 
@@ -325,21 +349,35 @@ def matrix_lines(matrix: PairMatrix) -> list[str]:
         rows.append({**rates, "from": matrix.name(rank) if matrix.places else rank})
     unit = f"{matrix.title} ({matrix.unit})"
     return [
-        f"{unit}, {format_bytes(matrix.size_bytes)} {matrix.setting}",
+        f"{unit}, {format_bytes(matrix.size_bytes)} {matrix.setting}, medians of samples",
         *Table(rows, columns).text(),
         *slow_lines(matrix),
     ]
 
 
 def slow_lines(matrix: PairMatrix) -> list[str]:
+    """Return slow and intermittent links, the rule, and how much of the matrix is doubtful."""
     middle = f"median {digits(matrix.median, 3)}"
     if matrix.host_bound:
-        return [f"{middle} {matrix.unit}, which is the host's: --mode graph times the link"]
-    return [
-        f"slow: {matrix.name(link.source)} -> {matrix.name(link.destination)} "
-        f"{digits(link.value, 3)} {matrix.unit}, {middle}"
-        for link in matrix.slow
-    ] or [f"no slow link, {middle} {matrix.unit}"]
+        whose = f"{middle} {matrix.unit}, which is the host's: --mode graph times the link"
+        return [whose, *matrix.doubts]
+    worse = f"{1 - SLOW:.0%} {'below' if matrix.more_is_better else 'above'} it"
+    lines = [_link_line(matrix, "slow", link) for link in matrix.slow]
+    lines = lines or [f"no slow link, {middle} {matrix.unit}: no best sample is {worse}"]
+    intermittent = matrix.intermittent
+    lines += [
+        f"{_link_line(matrix, 'intermittent', link)}, best sample {digits(link.best, 3)}"
+        for link in intermittent[:_MOST_INTERMITTENT]
+    ]
+    if more := intermittent[_MOST_INTERMITTENT:]:
+        lines.append(f"intermittent: {len(more)} more with cells {worse}")
+    return [*lines, *matrix.doubts]
+
+
+def _link_line(matrix: PairMatrix, kind: str, link: Link) -> str:
+    ends = f"{matrix.name(link.source)} -> {matrix.name(link.destination)}"
+    value = f"{digits(link.value, 3)} {matrix.unit}"
+    return f"{kind}: {ends} {value}, median {digits(matrix.median, 3)}"
 
 
 _SETTING = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")
