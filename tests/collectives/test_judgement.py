@@ -48,6 +48,11 @@ def test_the_figures_are_those_of_the_tables() -> None:
     assert normal_ranges.OUTPUT.read_text() == normal_ranges.toml(healthy)
 
 
+def test_the_documents_have_the_ranges() -> None:
+    page = normal_ranges.ROOT / "docs" / "howto" / "check-nodes.md"
+    assert "\n".join(normal_ranges.ranges_table()) in page.read_text()
+
+
 def test_no_table_is_a_reference_for_itself() -> None:
     """Each gets the verdict that it gets where the data never had it."""
     for sample in SAMPLES.values():
