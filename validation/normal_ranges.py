@@ -148,7 +148,7 @@ def _curves(name: str) -> list[HealthyCurve]:
         if curve.smallest and reference_ranges.has_latency(sample.table):
             estimate = reference_ranges.tuner_latency_s(family, hardware)
             latency = round(curve.smallest.time_s / estimate, 2)
-        if share or latency or curve.half_bytes:
+        if share or latency:
             healthy = HealthyCurve(
                 link=(hardware.device and hardware.device.link_kind) or "",
                 hosts=hardware.hosts,
@@ -157,9 +157,7 @@ def _curves(name: str) -> list[HealthyCurve]:
                 family=family,
                 share=share,
                 latency=latency,
-                half_bytes=curve.half_bytes,
                 source=sample.source,
-                is_own=sample.is_own,
                 fingerprint=curve.fingerprint,
             )
             result.append(healthy)
@@ -177,9 +175,8 @@ def derive(chosen: Sequence[Sample]) -> list[HealthyCurve]:
 HEADER = """# Figures of each curve of healthy tables of collectives. Do not edit: they are
 # derived by `python validation/normal_ranges.py write` from validation/data and our runs.
 # share: peak busbw / rate of the link or NICs (reference_ranges.rate). latency: shortest time
-# up to 64 KiB / NCCL's own estimate (tuner_latency_s). nic_gbit: for each rank. half_bytes:
-# size from which on the bandwidth is at least half of its peak. fingerprint: of sizes and
-# times, so that a table is no reference for itself.
+# up to 64 KiB / NCCL's own estimate (tuner_latency_s). nic_gbit: for each rank. fingerprint:
+# of sizes and times, so that a table is no reference for itself.
 """
 
 
@@ -189,9 +186,7 @@ def toml(curves: Sequence[HealthyCurve]) -> str:
         lines = ["[[curve]]"]
         for name in HealthyCurve.__dataclass_fields__:
             value = getattr(each, name)
-            if isinstance(value, bool):
-                lines += [f"{name} = true"] if value else []
-            elif isinstance(value, str):
+            if isinstance(value, str):
                 lines.append(f"{name} = '{value}'")
             elif value is not None:
                 lines.append(f"{name} = {value!r}")

@@ -14,7 +14,7 @@ from stepmark.cases.fields import in_words
 from stepmark.cases.record import DeviceInfo
 from stepmark.ground.fit import MIN_POINTS, Segment, piecewise
 from stepmark.ground.grouping import group_by
-from stepmark.ground.units import GB, format_bytes, format_time
+from stepmark.ground.units import GB, format_bytes, format_time, plural
 from stepmark.model.collectives import FACTS, Collective
 from stepmark.tables.columns import COUNT, NUMBER, TEXT, Row, digits, given, number, text
 from stepmark.tables.row_tables import LEAD, describe, grouped, statuses, validity_counts
@@ -137,9 +137,8 @@ def _spread(rows: Sequence[Row]) -> str:
     spreads = [s for row in rows if (s := number(row, "launch_spread_pct")) is not None]
     counts = f"{samples[0]} to {samples[-1]}" if samples[0] != samples[-1] else f"{samples[0]}"
     apart = f", medians of launches at most {max(spreads):.1f} % apart" if spreads else ""
-    plural = "es" if launches > 1 else ""
     ending = "" if counts == "1" else "s"
-    return f"{counts} sample{ending} each in {launches} launch{plural}{apart}"
+    return f"{counts} sample{ending} each in {plural(launches, 'launch')}{apart}"
 
 
 def _beside(rows: Sequence[Row]) -> list[str]:
@@ -230,23 +229,18 @@ class PairMatrix:
 
         There is none where the host bounds the latency.
         """
-        return [link for link in self._worst_first if self._is_worse(link.best)]
+        return [link for link in self.worse_links if self._is_worse(link.best)]
 
     @property
-    def intermittent(self) -> list[Link]:
-        """Return links that are as slow by their value, but not by their best sample."""
-        slow = [link for link in self._worst_first if self._is_worse(link.value)]
-        return [link for link in slow if not self._is_worse(link.best)]
-
-    @property
-    def _worst_first(self) -> list[Link]:
-        is_time = not self.more_is_better
-        return sorted(self.links, key=lambda link: link.value, reverse=is_time)
+    def worse_links(self) -> list[Link]:
+        """Return links that are as slow by their value, too, worst first."""
+        worse = [link for link in self.links if self._is_worse(link.value)]
+        return sorted(worse, key=lambda link: link.value, reverse=not self.more_is_better)
 
     def _is_worse(self, value: float) -> bool:
-        middle = self.median
-        is_worse = value < SLOW * middle if self.more_is_better else value * SLOW > middle
-        return is_worse and not self.host_bound
+        low, high = sorted((value, self.median))
+        is_far = low < SLOW * high and not self.host_bound
+        return is_far and (value < self.median) is self.more_is_better
 
 
 def places_of(devices: Sequence[DeviceInfo]) -> dict[int, str]:
@@ -287,13 +281,14 @@ def matrices(rows: Sequence[Row], devices: Sequence[DeviceInfo] = ()) -> list[Pa
 def _doubts(rows: Sequence[Row]) -> tuple[str, ...]:
     """Return lines that count cases without samples, and reasons to doubt the others."""
     without = [row for row in rows if row["status"] != "measured"]
-    partial = [row for row in rows if text(row, "message").startswith("launch ")]
-    lines = [f"without a result: {statuses(without)} (of {len(rows)})"] if without else []
-    if partial:
-        lines.append(f"launches are missing: {len(partial)} (of {len(rows)}); --csv has why")
-    if counted := validity_counts(rows):
-        lines.append(f"doubtful: {counted}; --wide shows which")
-    return tuple(lines)
+    num_partial = sum(text(row, "message").startswith("launch ") for row in rows)
+    counted = validity_counts(rows)
+    lines = (
+        (without, f"without a result: {statuses(without)} (of {len(rows)})"),
+        (num_partial, f"launches are missing: {num_partial} (of {len(rows)}); --csv has why"),
+        (counted, f"doubtful: {counted}; --wide shows which"),
+    )
+    return tuple(line for is_any, line in lines if is_any)
 
 
 def _matrix(
@@ -362,22 +357,18 @@ def slow_lines(matrix: PairMatrix) -> list[str]:
         whose = f"{middle} {matrix.unit}, which is the host's: --mode graph times the link"
         return [whose, *matrix.doubts]
     worse = f"{1 - SLOW:.0%} {'below' if matrix.more_is_better else 'above'} it"
-    lines = [_link_line(matrix, "slow", link) for link in matrix.slow]
-    lines = lines or [f"no slow link, {middle} {matrix.unit}: no best sample is {worse}"]
-    intermittent = matrix.intermittent
-    lines += [
-        f"{_link_line(matrix, 'intermittent', link)}, best sample {digits(link.best, 3)}"
-        for link in intermittent[:_MOST_INTERMITTENT]
-    ]
-    if more := intermittent[_MOST_INTERMITTENT:]:
-        lines.append(f"intermittent: {len(more)} more with cells {worse}")
+    slow = matrix.slow
+    intermittent = [link for link in matrix.worse_links if link not in slow]
+    none = f"no slow link, {middle} {matrix.unit}: no best sample is {worse}"
+    lines = [] if slow else [none]
+    for link in (*slow, *intermittent[:_MOST_INTERMITTENT]):
+        kind = "slow" if link in slow else "intermittent"
+        best = "" if link in slow else f", best sample {digits(link.best, 3)}"
+        ends = f"{matrix.name(link.source)} -> {matrix.name(link.destination)}"
+        lines.append(f"{kind}: {ends} {digits(link.value, 3)} {matrix.unit}, {middle}{best}")
+    if len(intermittent) > _MOST_INTERMITTENT:
+        lines.append(f"intermittent: {len(intermittent)} in all")
     return [*lines, *matrix.doubts]
-
-
-def _link_line(matrix: PairMatrix, kind: str, link: Link) -> str:
-    ends = f"{matrix.name(link.source)} -> {matrix.name(link.destination)}"
-    value = f"{digits(link.value, 3)} {matrix.unit}"
-    return f"{kind}: {ends} {value}, median {digits(matrix.median, 3)}"
 
 
 _SETTING = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")

@@ -26,6 +26,7 @@ from stepmark.model.collectives import (
     Mode,
     Registration,
     placements,
+    sizes,
 )
 from stepmark.step.workload import Workload
 from stepmark.workloads import workload_files, workload_show
@@ -165,16 +166,13 @@ def print_commands(options: CommOptions) -> None:
 
 def _sweep_flags(cases: Sequence[CommCase], options: CommOptions) -> str:
     """Return -b, -e and -f or -i of a program that walks the same sizes; "" where none does."""
-    sizes = sorted({case.message_bytes for case in cases})
+    walked = sorted({case.message_bytes for case in cases})
     factor = options.factor or (0 if options.step else 4)
-    if len(sizes) < 2 or factor != round(factor) or any(case.pair for case in cases):
+    if len(walked) < 2 or factor != round(factor) or any(case.pair for case in cases):
         return ""
-    walked = [sizes[0]]
-    while walked[-1] < sizes[-1]:
-        larger = walked[-1] * round(factor) if factor else walked[-1] + (options.step or 0)
-        walked.append(larger)
     step = f"-f {factor:.0f}" if factor else f"-i {options.step}"
-    return f"-b {sizes[0]} -e {sizes[-1]} {step}" if walked == sizes else ""
+    planned = sizes(walked[0], walked[-1], factor=factor, step=options.step or 0)
+    return f"-b {walked[0]} -e {walked[-1]} {step}" if walked == planned else ""
 
 
 # Flags that both tools have under the same letters.

@@ -30,11 +30,12 @@ from stepmark.collectives.reference_ranges import (
     tuner_latency_s,
 )
 from stepmark.collectives.table_curve import (
+    SLOW_ON_A_NETWORK,
+    SLOW_ON_ONE_HOST,
     Curve,
     CurveFault,
     curve_faults,
     curves_of,
-    slow_path,
 )
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.ground.errors import ConfigError
@@ -78,17 +79,13 @@ class Judgement:
     sources: tuple[str, ...]  # of the references
     findings: tuple[Finding, ...] = ()
 
-    def lines(self) -> list[str]:
-        """Return the figures, each with its reference."""
-        lines = []
+    def lines(self, *, with_verdict: bool) -> list[str]:
+        """Return the verdict, then the figures, each with its reference."""
+        lines = wrapped(f"verdict    {self.value}: {self.text}") if with_verdict else []
         for row in self.rows:
             reference = f"; healthy: {row['reference']}" if row["reference"] else ""
             lines += wrapped(f"    {row['figure']:14} {row['value']}{reference}", 19)
         return lines
-
-    def verdict_lines(self, lead: str) -> list[str]:
-        """Return the verdict as lines of a terminal."""
-        return wrapped(f"{lead:<{LEAD}}{self.value}: {self.text}", LEAD)
 
     def document(self) -> dict[str, object]:
         """Return it as plain values."""
@@ -117,7 +114,7 @@ class _Fit:
     max_latency_s: float  # inf where small messages are not judged
 
 
-def wrapped(line: str, indent: int) -> list[str]:
+def wrapped(line: str, indent: int = LEAD) -> list[str]:
     return textwrap.wrap(
         line, 80, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
@@ -152,10 +149,11 @@ def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
     ]
     severe = [fault for fault in faults if fault.is_severe]
     notes = [each for each in table.notes if each.startswith((ROWS_MISSING, OUT_OF_BOUNDS))]
-    is_wrong = any(reading.num_wrong for reading in table.readings)
-    is_wrong = is_wrong or any(each.startswith(OUT_OF_BOUNDS) for each in notes)
-    value = "not normal" if severe or is_wrong else "unknown" if doubt else ""
-    value = value or (BELOW if fit.is_low else "normal")
+    is_wrong = any(reading.num_wrong for reading in table.readings) or any(
+        each.startswith(OUT_OF_BOUNDS) for each in notes
+    )
+    in_range = BELOW if fit.is_low else "normal"
+    value = "not normal" if severe or is_wrong else "unknown" if doubt else in_range
     rows = _rows(fit, faults)
     name = f"{table.collective} of {table.num_ranks or 'unknown'} ranks {curve.dtype}"
     figures = "; ".join(f"{row['figure']} {row['value']}" for row in rows[:-2])
@@ -198,8 +196,11 @@ def _fit(
     part = curve.peak.busbw / peak_span[0] if peak_span else inf
     is_slow = part < _TOLERANCE
     is_low = is_slow or (part < _NORMAL and each.share is not None)
-    has_peak = peak_span is not None and (curve.is_large or not is_low)
-    has_peak = has_peak and (each.share is not None or not is_slow)
+    has_peak = (
+        peak_span is not None
+        and (curve.is_large or not is_low)
+        and (each.share is not None or not is_slow)
+    )
     # One table is no range of latency, and other GPUs are none.
     late_s = _LATENCY_TOLERANCE * latency_span[1] if latency_span and each.link else inf
     late_s = inf if latency_span and latency_span[0] == latency_span[1] else late_s
@@ -224,18 +225,15 @@ def _doubt(table: Table, fit: _Fit) -> str:
     each = fit.range
     peak = fit.curve.peak
     span = fit.peak_span
-    reach = f"which reach {_span(span, _rate)}"
     missing = "" if hardware.is_stated else " without the NICs of a host (--nics 8x400G)"
-    device = table.device or "a GPU that is not stated"
     is_outside = fit.is_low or fit.is_late
     is_far = span and peak.busbw < _FAR * span[0] and hardware.device
     has_time = not fit.curve.is_large and fit.curve.smallest and fit.max_latency_s < inf
     end = format_bytes(fit.curve.points[-1].size_bytes)
-    excess = _excess(fit)
     reasons = (
         (not table.num_hosts, _NO_RANKS),
         (not hardware.num_hosts, "the hosts have different numbers of ranks"),
-        (excess, excess),
+        (_excess(fit), _excess(fit)),
         (
             not fit.has_peak
             and not has_time
@@ -246,7 +244,8 @@ def _doubt(table: Table, fit: _Fit) -> str:
         ),
         (
             not fit.has_peak and not has_time,
-            f"there is no reference for these sizes of {device} on such hosts{missing}",
+            "there is no reference for these sizes of "
+            f"{table.device or 'a GPU that is not stated'} on such hosts{missing}",
         ),
         (
             is_outside and not hardware.is_stated,
@@ -260,7 +259,8 @@ def _doubt(table: Table, fit: _Fit) -> str:
         ),
         (
             fit.is_low and not each.link and (hardware.num_hosts == 1 or not is_far),
-            f"there are only tables of other GPUs or NICs to compare, {reach}",
+            f"there are only tables of other GPUs or NICs to compare, which reach "
+            f"{_span(span, _rate)}",
         ),
         (
             fit.is_low and each.share and each.share[0] == each.share[1] and not is_far,
@@ -272,28 +272,33 @@ def _doubt(table: Table, fit: _Fit) -> str:
 
 def _excess(fit: _Fit) -> str:
     """Return why a bandwidth is too high to be normal; "" where it is not."""
-    peak = fit.curve.peak.busbw
-    shares = possible_shares(fit.hardware, fit.range.family)
-    if not fit.unit or peak <= fit.unit:
-        return ""
-    links, cause = "NICs of a host", "--nics"
-    if fit.hardware.num_hosts == 1:
-        links, cause = "links of a GPU", "the GPU, the number of ranks"
-    elif not fit.hardware.is_stated:
-        links = f"assumed NICs ({_nics_text(fit.range)} for each GPU)"
-        cause = "the assumption (state the NICs: --nics 8x400G)"
-    low, high = (share * fit.unit for share in shares)
-    if peak > _LIMIT_SLACK * high:
-        return f"the {links} carry no more than {_rate(high)}: {cause} or a time is wrong"
-    if fit.hardware.num_hosts > 1 and peak > _LIMIT_SLACK * low:
-        return (
-            f"the {links} carry no more than {_rate(low)} unless the network's switches add "
-            f"(SHARP): without SHARP, {cause} or a time is wrong"
-        )
-    span = fit.range.share or (0.0, inf)
-    if span[0] < span[1] and peak * _TOLERANCE > span[1] * fit.unit:
-        return f"no healthy table reaches more than {_rate(span[1] * fit.unit)}: check {cause}"
-    return ""
+    unit = fit.unit or inf
+    low, high = (s * unit for s in possible_shares(fit.hardware, fit.range.family))
+    best = fit.range.share[1] * unit if fit.range.share else inf
+    inputs = f"{'--nics' if fit.hardware.num_hosts > 1 else 'the GPU'}, the number of ranks"
+    reasons = (
+        (high, f"{_limit(fit)} can carry at most {_rate(high)}: {inputs} or a time is wrong"),
+        (
+            low if fit.hardware.num_hosts > 1 else inf,
+            f"{_limit(fit)} can carry at most {_rate(low)} unless the network's switches add "
+            f"(SHARP): without SHARP, {inputs} or a time is wrong",
+        ),
+        (
+            best / _TOLERANCE,
+            f"no healthy table reaches more than {_rate(best)}: check {inputs} and the times",
+        ),
+    )
+    busbw = fit.curve.peak.busbw
+    return next((text for limit, text in reasons if busbw > _LIMIT_SLACK * limit), "")
+
+
+def _limit(fit: _Fit) -> str:
+    """Return what fit.unit is the rate of."""
+    if fit.hardware.num_hosts == 1 and fit.hardware.device:
+        return str(fit.hardware.device.link_kind)
+    assumed = "" if fit.hardware.is_stated else ", assumed"
+    gbit = fit.hardware.nic_gbit or fit.range.nic_gbit
+    return f"the NICs ({gbit:.4g}G for each GPU{assumed})"
 
 
 def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
@@ -317,7 +322,8 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
             points=[peak],
         )
     if fit.is_late and smallest:
-        path, action = slow_path(fit.hardware.num_hosts)
+        is_local = fit.hardware.num_hosts == 1
+        path, action = SLOW_ON_ONE_HOST if is_local else SLOW_ON_A_NETWORK
         yield CurveFault(
             name="latency",
             text=f"{format_time(smallest.time_s)} is more than twice the shortest time of "
@@ -331,17 +337,24 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
 def _remarks(table: Table, fit: _Fit) -> list[str]:
     """Return what a verdict does not cover, and what explains a figure within its range."""
     peak = fit.curve.peak.busbw
-    hardware = fit.hardware
     high = fit.peak_span[1] if fit.peak_span and fit.range.share and fit.has_peak else 0.0
-    reason = "there is no reference"
-    if table.gpus_per_thread > 1:
-        reason = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
-    elif fit.latency_span:
-        one = "one healthy table is no range"
-        reason = one if fit.range.link else "there are only tables of other GPUs or NICs"
+    reasons = (
+        (
+            table.gpus_per_thread > 1,
+            f"one thread launches on {table.gpus_per_thread} GPUs in turn",
+        ),
+        (not fit.latency_span, "there is no reference"),
+        (not fit.range.link, "there are only tables of other GPUs or NICs"),
+        (True, "one healthy table is no range"),
+    )
+    reason = next(text for is_true, text in reasons if is_true)
     low_ring, high_ring = _RING
-    is_ring = hardware.num_hosts == 1 and high > fit.unit and fit.curve.is_large
-    is_ring = is_ring and low_ring * fit.unit < peak < high_ring * fit.unit
+    is_ring = (
+        fit.hardware.num_hosts == 1
+        and high > fit.unit
+        and fit.curve.is_large
+        and low_ring * fit.unit < peak < high_ring * fit.unit
+    )
     least = fit.peak_span[0] if fit.peak_span else inf
     remarks = (
         (
@@ -360,12 +373,8 @@ def _remarks(table: Table, fit: _Fit) -> list[str]:
             f"to {_rate(high)}",
         ),
         (
-            high and not hardware.is_stated,
+            high and not fit.hardware.is_stated,
             f"the NICs of a host are not stated: {_nics_text(fit.range)} for each GPU fit",
-        ),
-        (
-            0 < high < _TOLERANCE * peak,
-            f"this is more than the {_rate(high)} of healthy tables",
         ),
     )
     return [text for is_true, text in remarks if is_true]
@@ -376,48 +385,37 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
     peak = fit.curve.peak
     small = fit.curve.smallest
     each = fit.range
-    half = fit.curve.half_bytes
-    assumed = "" if fit.hardware.is_stated else ", assumed"
-    gbit = fit.hardware.nic_gbit or each.nic_gbit
-    limit = f"the NICs ({gbit:.4g}G for each GPU{assumed})"
-    if fit.hardware.num_hosts == 1 and fit.hardware.device:
-        limit = str(fit.hardware.device.link_kind)
-    place = f"{_rate(peak.busbw)} at {format_bytes(peak.size_bytes)}"
-    share = f" = {peak.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of {limit}"
+    share = f" = {peak.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of {_limit(fit)}"
     end = fit.curve.points[-1]
     loss = 1 - end.busbw / peak.busbw
     sag = (
         f", {loss:.0%} below the peak at {format_bytes(end.size_bytes)}" if loss > 0.05 else ""
     )
-    own = f", {each.num_own} by this project" if each.num_own else ""
-    tables = f"{each.num_tables}{own}{'' if each.link else ', of other GPUs or NICs'}"
-    peak_range = ""
-    if fit.peak_span and each.share and fit.has_peak:
-        least = fit.peak_span[0]
-        peak_range = f"{_span(fit.peak_span, _rate)}; normal from {_rate(_NORMAL * least)}, "
-        peak_range += f"not normal below {_rate(_TOLERANCE * least)}"
-    is_compared = each.num_tables and (fit.unit or fit.latency_span)
-    latency_range = _span(fit.latency_span, format_time)
-    if fit.max_latency_s < inf:
-        latency_range += f"; not normal above {format_time(fit.max_latency_s)}"
+    tables = f"{each.num_tables}{'' if each.link else ', of other GPUs or NICs'}"
+    least = fit.peak_span[0] if fit.peak_span else 0.0
+    peak_range = (
+        f"{_span(fit.peak_span, _rate)}; normal from {_rate(_NORMAL * least)}, not normal "
+        f"below {_rate(_TOLERANCE * least)}"
+    )
+    late = f"; not normal above {format_time(fit.max_latency_s)}"
     figures = (
         (
             "peak busbw",
-            f"{place}{share if fit.unit else ''}",
-            peak_range,
+            f"{_rate(peak.busbw)} at {format_bytes(peak.size_bytes)}"
+            f"{share if fit.unit else ''}",
+            peak_range if least and each.share and fit.has_peak else "",
         ),
         (
             "shortest time",
             f"{format_time(small.time_s)} at {format_bytes(small.size_bytes)}" if small else "",
-            latency_range,
-        ),
-        (
-            "half of peak",
-            f"from {format_bytes(half)}" if half else "",
-            _span(each.half_bytes, format_bytes),
+            _span(fit.latency_span, format_time) + (late if fit.max_latency_s < inf else ""),
         ),
         ("shape", f"{', '.join(fault.name for fault in faults) or 'no fault'}{sag}", ""),
-        ("healthy tables", tables if is_compared else "none to compare with", ""),
+        (
+            "healthy tables",
+            tables if fit.unit or fit.latency_span else "none to compare with",
+            "",
+        ),
     )
     return tuple(
         {"figure": figure, "value": value, "reference": reference}

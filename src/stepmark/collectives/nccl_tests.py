@@ -20,7 +20,6 @@ from stepmark.model.collectives import Collective, groups
 from stepmark.tables.columns import Row, number, text
 from stepmark.tables.row_tables import grouped
 from stepmark.tables.table import TableLine
-from stepmark.text_tables.nccl_lines import NO_ADDRESS
 
 TYPE_NAMES = {
     DType.FP64: "double",
@@ -292,7 +291,7 @@ def devices_of(rows: Sequence[Row], run: RunInfo) -> list[Mapping[str, object]]:
             "pid": device.pid,
             "hostname": device.host or run.environment.host,
             "device": device.index,
-            "device_hex": device.bus_id or NO_ADDRESS,
+            "device_hex": device.bus_id or "0000:00:00",
             "device_info": device.name,
         }
         for device in run.environment.devices

@@ -63,9 +63,7 @@ class HealthyCurve:
     family: str
     share: float | None = None  # peak busbw / rate()
     latency: float | None = None  # shortest time / tuner_latency_s()
-    half_bytes: int | None = None
     source: str
-    is_own: bool = False  # a run of this project
     fingerprint: str  # Curve.fingerprint
 
 
@@ -79,9 +77,7 @@ class Range:
     family: str
     share: Span | None = None
     latency: Span | None = None
-    half_bytes: Span | None = None
     num_tables: int = 0
-    num_own: int = 0
     sources: tuple[str, ...] = ()
 
 
@@ -145,11 +141,15 @@ def possible_shares(hardware: Hardware, family: str) -> Span:
         return inf, inf
     nodes = hosts if hosts > 1 else ranks
     share = nodes / (nodes - 1) * (ranks - 1) / ranks
-    if family.startswith("all_reduce"):
-        return share, 2 * (ranks - 1) / ranks
-    # One rank of a host may send by all its NICs.
-    limits = {"gather": share, "all_to_all": 1.0, "sendrecv": ranks / nodes}
-    return limits.get(family, inf), limits.get(family, inf)
+    limits = {
+        "all_reduce": (share, 2 * (ranks - 1) / ranks),
+        "all_reduce of one byte": (share, share),
+        "gather": (share, share),
+        "all_to_all": (1.0, 1.0),
+        # One rank of a host may send by all its NICs.
+        "sendrecv": (ranks / nodes, ranks / nodes),
+    }
+    return limits.get(family, (inf, inf))
 
 
 def send_channel_share(num_ranks: int, nic_gbit: float) -> float:
@@ -217,8 +217,6 @@ def _range_of(healthy: Sequence[HealthyCurve], first: Range) -> Range:
         network=" or ".join(sorted({each.network for each in healthy})),
         share=span("share"),
         latency=span("latency"),
-        half_bytes=span("half_bytes"),
         num_tables=len(healthy),
-        num_own=sum(each.is_own for each in healthy),
         sources=tuple(dict.fromkeys(each.source for each in healthy)),
     )

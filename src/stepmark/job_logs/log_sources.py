@@ -116,10 +116,11 @@ def collect(words: Sequence[str], *, only_tables: bool = False) -> Inputs:
         ]
         sorted_paths.update(path.resolve() for path in paths)
         if not any(is_known):
-            rule = "a folder or pattern with logs, dumps or tables"
-            if (Path(word) / "run.json").is_file():
-                rule += f"; this is a run: `stepmark runs show {word}` shows it"
-            raise ConfigError("file", word, rule)
+            raise ConfigError(
+                "file",
+                word,
+                "a folder or pattern with logs, dumps or tables (a run: `stepmark runs show`)",
+            )
     return inputs
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from stepmark import text_tables as tables
-from stepmark.collectives.judgement import Judgement, judge, parse_nics
+from stepmark.collectives.judgement import Judgement, judge, parse_nics, wrapped
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
 from stepmark.findings.finding import Finding, Severity
@@ -271,10 +271,8 @@ class LogReport:
         elif self.verdicts:
             # The only verdict is the answer itself.
             only = [each for judged in self.judgements for each in judged]
-            if len(only) == 1:
-                yield from only[0].verdict_lines("answer")
-            else:
-                yield f"{'answer':<{LEAD}}{self.verdicts}"
+            answer = f"{only[0].value}: {only[0].text}" if len(only) == 1 else self.verdicts
+            yield from wrapped(f"{'answer':<{LEAD}}{answer}")
         if self.options.is_diagnosis:
             yield from finding_text(self.stops)
         for place, source in enumerate(self.sources):
@@ -288,9 +286,7 @@ class LogReport:
             name, *facts = log_summary.table_lines(table)
             yield name
             for judgement in judgements:
-                if not is_only:
-                    yield from judgement.verdict_lines("verdict")
-                yield from judgement.lines()
+                yield from judgement.lines(with_verdict=not is_only)
             yield from facts
             yield from finding_text(findings)
         for file in self.without_tables:

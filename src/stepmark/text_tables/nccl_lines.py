@@ -33,7 +33,6 @@ _SPELLED = re.compile(
 _VERSION = re.compile(
     r"(?P<tool>[nr]ccl-tests)(?::? version|: Version)\s+(?P<version>\S{1,80})", re.IGNORECASE
 )
-NO_ADDRESS = "0000:00:00"  # of a CPU in our own output
 _STEPMARK = re.compile(r"#\s*stepmark (?P<version>[^\s,]{1,40}),.*layout of nccl-tests")
 _STEPMARK_MODE = re.compile(r"#\s*mode (?P<mode>[\w-]+) \(")
 _STARTING = re.compile(r"Collective test starting:\s*(?P<name>[\w-]{1,60})")
@@ -192,13 +191,13 @@ def gpus_of(line: str) -> list[tuple[str, str, str]]:
 def hosts_and_device(gpus: Sequence[tuple[str, str, str]]) -> tuple[int | None, str]:
     """Return (hosts, name of the GPUs); None and "" where the lines do not tell.
 
-    A GPU that occurs twice is one of two hosts with the same name, as containers have; a CPU,
-    which has no address, may occur as often as it has ranks.
+    A GPU that occurs twice is one of two hosts with the same name, as containers have. A CPU,
+    for which our own output has the address 0000:00:00, may occur once for each rank.
     """
-    with_address = [(host, bus) for host, bus, _ in gpus if bus != NO_ADDRESS]
     hosts = {host for host, _, _ in gpus}
     names = {name for _, _, name in gpus}
-    is_known = gpus and len(set(with_address)) == len(with_address)
+    uses = Counter((host, bus) for host, bus, _ in gpus if bus != "0000:00:00")
+    is_known = gpus and max(uses.values(), default=1) == 1
     return (len(hosts) if is_known else None), (names.pop() if len(names) == 1 else "")
 
 
