@@ -56,7 +56,7 @@ def setting_line(rows: Sequence[Row]) -> str:
     how = MODES[mode] if row["device"] != "cpu" else MODES[mode].replace(" on the stream", "")
     words = [f"mode {mode} ({how})", f"{api}, backend {row['backend']}"]
     words += [note for note in [issued_from(rows)] if note]
-    words += [f"{row['num_ranks']} ranks each"] if row["split"] else []
+    words += [f"{row['num_ranks']} ranks each, all groups in one row"] if row["split"] else []
     words += in_words(CommCase, row)
     return f"# {'; '.join(words)}"
 
