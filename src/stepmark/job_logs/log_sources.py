@@ -116,7 +116,11 @@ def collect(words: Sequence[str], *, only_tables: bool = False) -> Inputs:
         ]
         sorted_paths.update(path.resolve() for path in paths)
         if not any(is_known):
-            raise ConfigError("file", word, "a folder or pattern with logs, dumps or tables")
+            raise ConfigError(
+                "file",
+                word,
+                "a folder or pattern with logs, dumps or tables (a run: `stepmark runs show`)",
+            )
     return inputs
 
 
