@@ -173,12 +173,14 @@ def header(ranks: Ranks) -> list[str]:
     total_ns = sum(sums.total_ns for _, sums in ranks)
     is_host = all(sums.is_host for _, sums in ranks)
     what = "operations on the host" if is_host else "kernels and copies"
+    places = "threads" if is_host else "streams"
     steps = sorted({step for _, sums in ranks for step in sums.steps})
     marked = all(sums.is_marked for _, sums in ranks)
     which = ranks_text(steps).replace("rank", "step") if marked else "the whole trace"
     step_ns = sum(sum(sums.step_ns) for _, sums in ranks) / count
     lines = [
-        f"{what}: {total_ns / count / _MS:.3f} ms per step of {step_ns / _MS:.3f} ms; "
+        f"{what}: {total_ns / count / _MS:.3f} ms per step, summed over {places}, "
+        f"of {step_ns / _MS:.3f} ms; "
         f"mean of {ranks_text(rank for rank, _ in ranks)}, {which}"
     ]
     outside_ns = sum(sums.outside_ns for _, sums in ranks)

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from stepmark.cases.record import Measured
@@ -77,40 +78,54 @@ def kernels(options: KernelsOptions) -> int:
 
 
 def compare(options: CompareTracesOptions) -> int:
-    """Print and write the comparison of two traces: their steps, then their operations."""
+    """Print and write the comparison of two sides: their steps, then their operations."""
     options.check_stdout()
     if len(options.files) != 2:
-        raise ConfigError("trace", ", ".join(options.files), "two: a file, folder or run each")
+        allowed = "two sides: a file, folder or run each, or launches of it joined by commas"
+        raise ConfigError("trace", ", ".join(options.files), allowed)
     sides = {}
     notes = []
     heads = []
+    cuts = []
     for name, word in zip("AB", options.files, strict=True):
-        side = _read(replace(options, files=(word,)), with_times=True)
-        if side is None:
+        launches = _launches_of(options, word)
+        if launches is None:
             return 0
-        if not trace_kernels_text.num_steps(side.ranks):
-            reason = f" ({side.notes[-1]})" if side.notes else ""
-            raise ConfigError("trace", word, f"a trace with times of a step{reason}")
-        sides[name] = side
-        heads += [f"{name} {word}: {line}" for line in trace_kernels_text.header(side.ranks)]
-        notes += [f"{name}: {note}" for note in side.notes]
-    a, b = (side.ranks for side in sides.values())
-    if a[0][1].is_host != b[0][1].is_host:
-        host = options.files[0 if a[0][1].is_host else 1]
+        sides[name] = launches
+        for part, launch in launches.items():
+            lines = trace_kernels_text.header(launch.ranks)
+            heads += [f"{name} {part}: {line}" for line in lines]
+            notes += [f"{name}: {note}" for note in launch.notes]
+            cuts += [f"{name}: {launch.cut}"] if launch.cut else []
+    a, b = ([launch.ranks for launch in side.values()] for side in sides.values())
+    by_host = {
+        ranks[0][1].is_host: side
+        for side, own in zip("AB", (a, b), strict=True)
+        for ranks in own
+    }
+    if len(by_host) > 1:
+        host = options.files["AB".index(by_host[True])]
         allowed = "a trace with GPU events, as the other one: host and GPU times do not compare"
         raise ConfigError("trace", host, allowed)
-    steps = trace_comparison.step_rows(sides["A"].times, sides["B"].times)
+    steps = trace_comparison.step_rows(
+        *([launch.times for launch in side.values()] for side in sides.values())
+    )
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b, rows)
-    if _are_ranks_of_one_job(*sides.values()):
+    if any(
+        _are_ranks_of_one_job(x, y)
+        for x, y in product(sides["A"].values(), sides["B"].values())
+    ):
         notes.append(trace_comparison.without_verdicts([*steps, *rows, total], options.files))
     else:
         notes += trace_comparison.remarks(a, b, [*steps, *rows])
     document = {
         "a": options.files[0],
         "b": options.files[1],
-        "a_steps": trace_kernels_text.num_steps(a),
-        "b_steps": trace_kernels_text.num_steps(b),
+        "a_launches": len(a),
+        "b_launches": len(b),
+        "a_steps": sum(map(trace_kernels_text.num_steps, a)),
+        "b_steps": sum(map(trace_kernels_text.num_steps, b)),
         "by": options.by,
         "step": steps,
         "rows": rows,
@@ -118,14 +133,37 @@ def compare(options: CompareTracesOptions) -> int:
         "notes": notes,
     }
     lines = [
+        *trace_comparison.headline(steps),
+        "",
         *trace_comparison.lines(steps, {}, "part"),
         *("", *heads),
         *trace_comparison.lines(rows, total, options.by),
         *(f"note: {note}" for note in notes),
     ]
-    cut = " ".join(f"{name}: {side.cut}" for name, side in sides.items() if side.cut)
-    deliver(options, "compare", document, {"compare": rows}, lines, cut)
+    deliver(options, "compare", document, {"compare": rows}, lines, " ".join(cuts))
     return 0
+
+
+def _launches_of(options: CompareTracesOptions, word: str) -> "dict[str, _Kernels] | None":
+    """Return the launches of a side by the part of the word that names each.
+
+    None on ranks of a launcher that do not report. Raises ConfigError for one without times,
+    and for parts of one launch.
+    """
+    launches: dict[str, _Kernels] = {}
+    for part in [word] if Path(word).exists() else word.split(","):
+        launch = _read(replace(options, files=(part,)), with_times=True)
+        if launch is None:
+            return None
+        if not trace_kernels_text.num_steps(launch.ranks):
+            reason = f" ({launch.notes[-1]})" if launch.notes else ""
+            raise ConfigError("trace", part, f"a trace with times of a step{reason}")
+        for other, known in launches.items():
+            if _overlap_ns(launch, known) > 0:
+                allowed = f"another launch than {other}: the two ran at the same time"
+                raise ConfigError("trace", part, allowed)
+        launches[part] = launch
+    return launches
 
 
 def _are_ranks_of_one_job(a: "_Kernels", b: "_Kernels") -> bool:
@@ -133,12 +171,16 @@ def _are_ranks_of_one_job(a: "_Kernels", b: "_Kernels") -> bool:
     if {info.rank for info in a.infos} & {info.rank for info in b.infos}:
         return False
     jobs = {(info.world_size, info.backend) for info in (*a.infos, *b.infos)}
+    return len(jobs) == 1 and _overlap_ns(a, b) > 0
+
+
+def _overlap_ns(a: "_Kernels", b: "_Kernels") -> int:
+    """Return for how long both ran; less than 0 for the time between them."""
     first, second = (
         (min(info.first or 0 for info in own), max(info.last or 0 for info in own))
         for own in (a.infos, b.infos)
     )
-    overlap_ns = min(first[1], second[1]) - max(first[0], second[0])
-    return len(jobs) == 1 and overlap_ns > 0
+    return min(first[1], second[1]) - max(first[0], second[0])
 
 
 def profile_lines(folder: Path, record: Measured) -> list[str]:
