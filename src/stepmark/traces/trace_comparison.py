@@ -170,13 +170,11 @@ def _unjudged(pair: Pair) -> Row:
     return row | {"verdict": Verdict.CANNOT_TELL.value, "reason": reason}
 
 
-def without_verdicts(table: Sequence[Row], files: Sequence[str]) -> str:
-    """Remove the verdicts of rows whose sides are ranks of one job, and return the reason."""
-    for row in table:
-        row |= {"low": None, "high": None, "verdict": "", "reason": "ranks of one job"}
+def of_one_job(files: Sequence[str]) -> str:
+    """Return what a comparison of traces says that were made at the same time."""
     return (
-        "both sides are ranks of one job in one window, and neither is a change of the other: "
-        "there are no verdicts; which rank the others wait for: "
+        "A and B ran at the same time: of ranks of one job, neither is a change of the other; "
+        "which rank the others wait for: "
         + shlex.join(["stepmark", "trace", "breakdown", *files])
     )
 

@@ -113,12 +113,10 @@ def compare(options: CompareTracesOptions) -> int:
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b, rows)
     if any(
-        _are_ranks_of_one_job(x, y)
-        for x, y in product(sides["A"].values(), sides["B"].values())
+        _overlap_ns(x, y) > 0 for x, y in product(*(side.values() for side in sides.values()))
     ):
-        notes.append(trace_comparison.without_verdicts([*steps, *rows, total], options.files))
-    else:
-        notes += trace_comparison.remarks(a, b, [*steps, *rows])
+        notes.append(trace_comparison.of_one_job(options.files))
+    notes += trace_comparison.remarks(a, b, [*steps, *rows])
     document = {
         "a": options.files[0],
         "b": options.files[1],
@@ -164,14 +162,6 @@ def _launches_of(options: CompareTracesOptions, word: str) -> "dict[str, _Kernel
                 raise ConfigError("trace", part, allowed)
         launches[part] = launch
     return launches
-
-
-def _are_ranks_of_one_job(a: "_Kernels", b: "_Kernels") -> bool:
-    """Return whether two sides are different ranks that ran at the same time, as one job."""
-    if {info.rank for info in a.infos} & {info.rank for info in b.infos}:
-        return False
-    jobs = {(info.world_size, info.backend) for info in (*a.infos, *b.infos)}
-    return len(jobs) == 1 and _overlap_ns(a, b) > 0
 
 
 def _overlap_ns(a: "_Kernels", b: "_Kernels") -> int:
