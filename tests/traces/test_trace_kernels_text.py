@@ -109,7 +109,7 @@ def test_a_comparison_adds_up_and_judges() -> None:
         "identical values",
     )
     assert [rows[name]["only_in"] for name in ("old", "new", "mm")] == ["a", "b", ""]
-    total = trace_comparison.total(a, b, list(rows.values()))
+    total = trace_comparison.total(a, b)
     differences = [float(str(row["difference_ns"])) for row in rows.values()]
     assert total["difference_ns"] == sum(differences) == -500 - 3 + 3
     assert total["verdict"] == "faster"

@@ -55,8 +55,11 @@ class Row:
 
     @property
     def is_same(self) -> bool:
-        """Whether both sides are the same launches, and not rounds of two settings."""
-        return not self.by_round and self.base.logs == self.other.logs
+        """Whether both sides are the same launches, and not rounds of two settings.
+
+        With a stated noise they count as two, as those of a copy do.
+        """
+        return self.stated is None and not self.by_round and self.base.logs == self.other.logs
 
     @property
     def stated(self) -> float | None:

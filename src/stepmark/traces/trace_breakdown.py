@@ -102,8 +102,8 @@ _TABLES = {"communication": "comms", **{n: n for n in ("kernels", "launches", "c
 # What may make a rank late, and how that reads before its time.
 _CAUSES = {
     "host_bound_ns": "whose host is late: host-bound for",
-    "compute_ns": "which computes longer:",
     "idle_ns": "which is idle longer:",
+    "compute_ns": "which computes longer:",
 }
 _SUMMANDS = ("compute_ns", "exposed_comm_ns", "exposed_copies_ns", "idle_ns")
 PARTS = {
@@ -251,18 +251,11 @@ def _waiting(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
         return f" ({text}; slow rank: none)"
     is_most = 2 * caused[slowest] > _sum(arrivals, "waiting_ns")
     text += f", {'mostly' if is_most else 'in part'} for rank {slowest}"
-    means = {
-        name: [_mean(steps, name, own) for own in ({slowest}, ranks - {slowest})]
-        for name in _CAUSES
-    }
-    excess = {name: own - others for name, (own, others) in means.items()}
-    name = max(("compute_ns", "idle_ns"), key=excess.__getitem__)
-    if 2 * excess["host_bound_ns"] > excess[name]:  # the part of idle time that says more
-        name = "host_bound_ns"
-    own, others = means[name]
-    if own - others <= waiting / 2:
-        return f" ({text})"
-    return f" ({text}, {_CAUSES[name]} {MS.show(own)} ms, others {MS.show(others)} ms)"
+    for name, cause in _CAUSES.items():
+        own, others = (_mean(steps, name, o) for o in ({slowest}, ranks - {slowest}))
+        if own - others > waiting / 2:
+            return f" ({text}, {cause} {MS.show(own)} ms, others {MS.show(others)} ms)"
+    return f" ({text})"
 
 
 def _slow_rank(arrivals: Sequence[Row]) -> object:

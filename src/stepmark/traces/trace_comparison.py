@@ -6,7 +6,6 @@ the steps of one share placement, clocks and neighbours, by which launches diffe
 
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +30,6 @@ from stepmark.traces.trace_kernels_text import (
     whole_of,
 )
 
-_MS = 1e6  # nanoseconds
 # Tiles, with the order in which they are walked, and other numbers. Not those in the names of
 # types (bf16) and of lambdas (#2), which are other functions.
 _SIZES = re.compile(
@@ -162,32 +160,23 @@ def _verdict(speed: Ratio) -> Row:
 
 def _unjudged(pair: Pair) -> Row:
     """Return the columns of a row of which a side has one launch, or no time in a launch."""
-    row: Row = {"low": None, "high": None, "verdict": "", "reason": ""}
-    if not all(own.time_ns for own in pair[0]):
-        return row
-    is_single = min(map(len, pair[1])) < 2
-    reason = _ONE_LAUNCH if is_single else "not in every launch"
-    return row | {"verdict": Verdict.CANNOT_TELL.value, "reason": reason}
-
-
-def of_one_job(files: Sequence[str]) -> str:
-    """Return what a comparison of traces says that were made at the same time."""
-    return (
-        "A and B ran at the same time: of ranks of one job, neither is a change of the other; "
-        "which rank the others wait for: "
-        + shlex.join(["stepmark", "trace", "breakdown", *files])
-    )
+    has_both = all(own.time_ns for own in pair[0])
+    reason = _ONE_LAUNCH if min(map(len, pair[1])) < 2 else "not in every launch"
+    return {
+        "low": None,
+        "high": None,
+        "verdict": Verdict.CANNOT_TELL.value if has_both else "",
+        "reason": reason if has_both else "",
+    }
 
 
 def _counts(launches: Launches) -> Counter[int]:
     return Counter(dict(enumerate(map(num_steps, launches))))
 
 
-def total(a: Launches, b: Launches, table: Sequence[Row]) -> Row:
+def total(a: Launches, b: Launches) -> Row:
     """Return the sums over all rows, with their verdict."""
     a_sum, b_sum = (whole_of(_sums(ranks).values()) for ranks in (a, b))
-    assert sum(number(row, "a_total_ns") for row in table) == a_sum.time_ns
-    assert sum(number(row, "b_total_ns") for row in table) == b_sum.time_ns
     return _compared([((a_sum, b_sum), (_counts(a), _counts(b)))])[0]
 
 
@@ -237,22 +226,14 @@ _SHOWN = (
 def headline(steps: Sequence[Row]) -> Iterator[str]:
     """Yield the verdict on the step, and what would give one where launches are too few."""
     for row in steps[:1]:
-        a, b = (number(row, name) / _MS for name in ("a_ns", "b_ns"))
-        verdict = _first_words(row)
-        yield f"step: A {digits(a)} ms, B {digits(b)} ms (B / A {_ratio_words(row)}): {verdict}"
+        low, high = (digits(number(row, n), 3) if row[n] else "?" for n in ("low", "high"))
+        interval = "" if row["low"] is None else f" [{low}, {high}]"
+        yield f"step: B / A {_ratio_words(row)}{interval}: {row['verdict']} ({row['reason']})"
         if row["reason"] == _ONE_LAUNCH:
             yield (
                 "steps of one launch are not repeats of it; several launches of each side: "
                 "stepmark trace compare A1,A2,A3 B1,B2,B3"
             )
-
-
-def _first_words(row: Row) -> str:
-    """Return verdict, interval and reason."""
-    if row["low"] is None:
-        return f"{row['verdict'] or 'no verdict'} ({row['reason']})"
-    low, high = (number(row, name) for name in ("low", "high"))
-    return f"{row['verdict']} [{low:.3f}, {high:.3f}] ({row['reason']})"
 
 
 def remarks(a: Launches, b: Launches, table: Sequence[Row]) -> Iterator[str]:

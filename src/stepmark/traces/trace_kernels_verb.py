@@ -1,10 +1,10 @@
 """stepmark trace kernels and compare: which operations the time of a step went to."""
 
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 from stepmark.cases.record import Measured
@@ -84,39 +84,31 @@ def compare(options: CompareTracesOptions) -> int:
         allowed = "two sides: a file, folder or run each, or launches of it joined by commas"
         raise ConfigError("trace", ", ".join(options.files), allowed)
     sides = {}
-    notes = []
-    heads = []
-    cuts = []
     for name, word in zip("AB", options.files, strict=True):
         launches = _launches_of(options, word)
         if launches is None:
             return 0
         sides[name] = launches
-        for part, launch in launches.items():
-            lines = trace_kernels_text.header(launch.ranks)
-            heads += [f"{name} {part}: {line}" for line in lines]
-            notes += [f"{name}: {note}" for note in launch.notes]
-            cuts += [f"{name}: {launch.cut}"] if launch.cut else []
-    a, b = ([launch.ranks for launch in side.values()] for side in sides.values())
-    by_host = {
-        ranks[0][1].is_host: side
-        for side, own in zip("AB", (a, b), strict=True)
-        for ranks in own
-    }
-    if len(by_host) > 1:
-        host = options.files["AB".index(by_host[True])]
+    every = [(name, *item) for name, side in sides.items() for item in side.items()]
+    hosts = [word for _, word, launch in every if launch.ranks[0][1].is_host]
+    if 0 < len(hosts) < len(every):
         allowed = "a trace with GPU events, as the other one: host and GPU times do not compare"
-        raise ConfigError("trace", host, allowed)
+        raise ConfigError("trace", hosts[0], allowed)
+    a, b = ([launch.ranks for launch in side.values()] for side in sides.values())
     steps = trace_comparison.step_rows(
         *([launch.times for launch in side.values()] for side in sides.values())
     )
     rows = trace_comparison.rows(a, b, options.by)
-    total = trace_comparison.total(a, b, rows)
-    if any(
-        _overlap_ns(x, y) > 0 for x, y in product(*(side.values() for side in sides.values()))
-    ):
-        notes.append(trace_comparison.of_one_job(options.files))
+    total = trace_comparison.total(a, b)
+    notes = [f"{name}: {note}" for name, _, launch in every for note in launch.notes]
+    if any(_overlap_ns(x, y) > 0 for x in sides["A"].values() for y in sides["B"].values()):
+        notes.append(
+            "A and B ran at the same time: of ranks of one job, neither is a change of the "
+            "other; which rank the others wait for: "
+            + shlex.join(["stepmark", "trace", "breakdown", *options.files])
+        )
     notes += trace_comparison.remarks(a, b, [*steps, *rows])
+    cut = " ".join(f"{name}: {each.cut}" for name, _, each in every if each.cut)
     document = {
         "a": options.files[0],
         "b": options.files[1],
@@ -134,11 +126,16 @@ def compare(options: CompareTracesOptions) -> int:
         *trace_comparison.headline(steps),
         "",
         *trace_comparison.lines(steps, {}, "part"),
-        *("", *heads),
+        "",
+        *(
+            f"{name} {word}: {line}"
+            for name, word, launch in every
+            for line in trace_kernels_text.header(launch.ranks)
+        ),
         *trace_comparison.lines(rows, total, options.by),
         *(f"note: {note}" for note in notes),
     ]
-    deliver(options, "compare", document, {"compare": rows}, lines, " ".join(cuts))
+    deliver(options, "compare", document, {"compare": rows}, lines, cut)
     return 0
 
 
@@ -156,10 +153,9 @@ def _launches_of(options: CompareTracesOptions, word: str) -> "dict[str, _Kernel
         if not trace_kernels_text.num_steps(launch.ranks):
             reason = f" ({launch.notes[-1]})" if launch.notes else ""
             raise ConfigError("trace", part, f"a trace with times of a step{reason}")
-        for other, known in launches.items():
-            if _overlap_ns(launch, known) > 0:
-                allowed = f"another launch than {other}: the two ran at the same time"
-                raise ConfigError("trace", part, allowed)
+        if any(_overlap_ns(launch, other) > 0 for other in launches.values()):
+            allowed = "another launch than those before it: the two ran at the same time"
+            raise ConfigError("trace", part, allowed)
         launches[part] = launch
     return launches
 

@@ -198,26 +198,25 @@ def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
         return
     exposed = [number(row, "exposed_s") or 0.0 for row in ranks]
     mean = sum(exposed) / len(exposed)
-    facts = [f"{mean / best.step_s:.1%}"]
-    if len(ranks) > 1:
-        facts.append(f"{format_time(min(exposed))} to {format_time(max(exposed))} by rank")
+    span = f"; {format_time(min(exposed))} to {format_time(max(exposed))} by rank"
     waits = sum(number(row, "exposed_waiting_s") or 0.0 for row in ranks)
-    if waits:
-        facts.append(f"{waits / sum(exposed):.0%} of it waiting for other ranks")
+    waited = f"; {waits / sum(exposed):.0%} of it waiting for other ranks" if waits else ""
     yield (
         f"exposed communication: {format_time(mean)} of {format_time(best.step_s)} per step "
-        f"({'; '.join(facts)})"
+        f"({mean / best.step_s:.1%}{span if len(ranks) > 1 else ''}{waited})"
     )
     limit = f"a network without transfer time takes at most {best.share:.1%} from the step"
     limit += f" (rank {best.rank} gains least)" if len(ranks) > 1 else ""
     is_waiting = waits >= _MOST * sum(exposed)
     if known.share >= _NOTICEABLE:
-        bound = "communication-bound"
-        if known.share < _BOUND:
-            bound = f"partly {bound} ({_NOTICEABLE:.0%} to {_BOUND:.0%} of the step)"
-        if is_waiting:
-            bound += ", though most exposed communication is waiting for others"
-        yield f"{bound}: {limit}"
+        part = f" ({_NOTICEABLE:.0%} to {_BOUND:.0%} of the step)"
+        bound = (
+            f"partly communication-bound{part}"
+            if known.share < _BOUND
+            else "communication-bound"
+        )
+        doubt = ", though most exposed communication is waiting for others"
+        yield f"{bound}{doubt if is_waiting else ''}: {limit}"
     elif best.share >= _NOTICEABLE:
         yield (
             f"perhaps communication-bound: {limit}, but how much of it is waiting for other "
@@ -263,14 +262,12 @@ def slow_rank_line(rows: Sequence[Row]) -> str:
         return f"slow rank: none; {text}"
     others = [row for row in rows if row["rank"] != slowest]
     waits, exposed = (
-        [wait for row in others if (wait := number(row, name)) is not None]
+        [value for row in others for value in [number(row, name)] if value is not None]
         for name in ("waiting_s", "exposed_waiting_s")
     )
-    if waits:
-        text += f", and the others wait {format_time(median(waits))} per step"
-    if exposed:
-        text += f", {format_time(median(exposed))} of it exposed"
-    return f"slow rank: {text}{' (median rank)' if len(waits) > 1 else ''}"
+    waited = f", and the others wait {format_time(median(waits))} per step" if waits else ""
+    waited += f", {format_time(median(exposed))} of it exposed" if exposed else ""
+    return f"slow rank: {text}{waited}{' (median rank)' if len(waits) > 1 else ''}"
 
 
 def gain_line(what: str, result: Gain) -> str:

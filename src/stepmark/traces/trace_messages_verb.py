@@ -235,25 +235,25 @@ class _View:
                     name: int(in_windows(own, times.windows)[selected].sum()) / steps
                     for name, own in zip(_TIMES, intervals, strict=True)
                 }
-            if not is_timed:
-                per_step["exposed_waiting_s"] = None
             is_compared = is_timed and self.matched.end_spread is not None
             agree = is_timed and self.matched.clocks_agree
             # Communication that no call explains may be transfer, too; on a host that knows all
             # its calls it is the host's own time in them.
-            is_known = is_timed and waits.timed == waits.calls
+            is_hosts = is_timed and times is not None and times.is_host
+            is_hosts &= waits.timed == waits.calls and not self.matched.uncounted.total()
             unexplained = (per_step["communication_s"] or 0.0) - waits.kernels / steps
-            if times and times.is_host and is_known and not self.matched.uncounted.total():
-                unexplained = 0.0
             yield {
                 "rank": rank,
                 "steps": len(selected),
                 "calls_per_step": waits.calls / max(len(selected), 1),
                 **per_step,
+                "exposed_waiting_s": per_step["exposed_waiting_s"] if is_timed else None,
                 "kernels_s": waits.kernels / steps if is_timed else None,
                 "transfer_s": waits.transfer / steps if is_timed else None,
                 "waiting_s": waits.waited / steps if is_timed else None,
-                "other_kernels_s": max(waits.other_kernels / steps, unexplained, 0.0),
+                "other_kernels_s": max(
+                    waits.other_kernels / steps, 0.0 if is_hosts else unexplained, 0.0
+                ),
                 "arrived_last": waits.last if is_compared else None,
                 "early_s": waits.early / steps if agree else None,
                 "early_per_call_s": waits.early / waits.timed / 1e9 if agree else None,

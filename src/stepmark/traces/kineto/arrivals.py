@@ -9,7 +9,7 @@ import numpy as np
 from stepmark.timeline.trace_breakdown import Arrivals, RankTimes
 from stepmark.timeline.trace_columns import RankInfo, RankTrace
 from stepmark.traces.kineto.breakdown import breakdown
-from stepmark.traces.kineto.intervals import common, union
+from stepmark.traces.kineto.intervals import Intervals, common, union
 from stepmark.traces.kineto.matching import Messages, match
 from stepmark.traces.kineto.messages import RankMessages, rank_messages
 from stepmark.traces.kineto.windows import Windows, in_windows
@@ -17,15 +17,23 @@ from stepmark.traces.kineto.windows import Windows, in_windows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
-    """What is kept of one trace."""
+    """What is kept of one trace. exposed: when communication runs and no compute."""
 
     times: RankTimes
     messages: RankMessages
+    exposed: Intervals
 
 
 def rank_parts(trace: RankTrace, selects: Callable[[int], bool]) -> RankParts:
     """Reduce a trace to its breakdown, and what tells how it waits for other ranks."""
-    return RankParts(times=breakdown(trace, selects), messages=rank_messages(trace))
+    messages = rank_messages(trace)
+    return RankParts(
+        times=breakdown(trace, selects),
+        messages=messages,
+        exposed=messages.times.exposed
+        if messages.times
+        else union(*np.empty((2, 0), np.int64)),
+    )
 
 
 def matched(
@@ -44,20 +52,13 @@ def with_arrivals(
     the shortest one of the call; calls that wait at once are one wait. Ranks whose trace has
     several GPUs are not known.
     """
-    exposed = {
-        rank: part.messages.times.exposed
-        for rank, (_, part) in parts.items()
-        if part.messages.times
-    }
     known = {
         rank: (
             np.array(messages.ranks[rank].waiting, np.int64).T,
             Windows(*np.array([(s.start_ns, s.end_ns) for s in part.times.steps], np.int64).T),
         )
         for rank, (_, part) in parts.items()
-        if rank in exposed
-        and messages.ranks[rank].timed
-        and len({step.device for step in part.times.steps}) == 1
+        if messages.ranks[rank].timed and len({step.device for step in part.times.steps}) == 1
     }
     caused = Counter[int]()
     for (start, end, last), windows in known.values():
@@ -70,7 +71,7 @@ def with_arrivals(
         sums = messages.ranks[rank]
         waits = union(start, end)
         waits_ns = in_windows(waits, windows).tolist()
-        exposed_ns = in_windows(common(waits, exposed[rank]), windows).tolist()
+        exposed_ns = in_windows(common(waits, parts[rank][1].exposed), windows).tolist()
         result[rank] = replace(
             times,
             steps=tuple(

@@ -80,9 +80,8 @@ def rank_messages(trace: RankTrace) -> RankMessages:
     times = _times(trace, steps, is_host)
     busy = {*np.unique(steps.of_gpu).tolist(), *calls.step.tolist()} - {NONE}
     if is_host:
-        busy.update(step_of(steps, trace.ops.start).tolist())
-        in_steps = windows.in_windows(times.communication, times.windows)
-        busy.update(np.flatnonzero(in_steps).tolist())
+        sends = np.nonzero(windows.in_windows(times.communication, times.windows))
+        busy.update(step_of(steps, trace.ops.start).tolist(), *sends)
     missing = tuple(missing_work(trace)) if is_host else ()
     has_time = (times.windows.end > times.windows.start).any() and busy - {NONE}
     return RankMessages(
