@@ -168,7 +168,7 @@ def test_a_comparison_begins_with_the_step(
     assert parts["idle"]["difference_ns"] == parts["step"]["difference_ns"] > 0
     assert status(["trace", "compare", *files]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step: A ")
+    assert lines[0].startswith("step: B / A ")
     assert lines[0].endswith("cannot tell (one launch)")
     assert lines[3].startswith("A ms/step")
     assert lines[4].endswith(" step")
