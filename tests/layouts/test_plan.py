@@ -265,21 +265,59 @@ def test_ranges_are_the_layouts() -> None:
         assert candidate.recompute != "none"
 
 
-@pytest.mark.parametrize("columns", ["framework,tp,pp,step", "tp,pp,step"])
-def test_what_an_anchor_leaves_out_is_the_plans(columns: str, tmp_path: Path) -> None:
-    """Its GPUs, sequences and framework: an anchor of one GPU would be 16 times as fast."""
+@pytest.mark.parametrize("framework", ["megatron", "pytorch"])
+def test_anchors_of_a_plan_are_predicted_as_its_rows(framework: str, tmp_path: Path) -> None:
+    """Also those of its command, whose cp and chunks are no part of the table."""
+    file, answer = tmp_path / "anchors.csv", tmp_path / "answer.json"
+    own = options(framework=framework, tp=(1, 2), pp=(2,), cp=(1, 2), mbs=(1,), gbs=64)
+    own = dataclasses.replace(own, recompute=("none",), top=50)
+    (before,), _ = plan(own)
+    rows = [
+        row for row in before.rows if (row["cp"], row["vpp"], row["dp_replicate"]) == (1, 1, 1)
+    ]
+    lines = [f"{row['tp']},2,{row['dp']},{1.3 * row['step_s']}s" for row in rows]
+    file.write_text("\n".join(["tp,pp,dp,step", *lines]))
+    (after,), _ = plan(dataclasses.replace(own, anchor=str(file)))
+    assert after.cluster.anchored
+    anchors = after.cluster.anchored.document()
+    assert [row["predicted_s"] for row in anchors["rows"]] == [row["step_s"] for row in rows]
+    assert len(rows) == 2
+    for number, row in enumerate(after.rows):
+        if row["cp"] == 2 or number == 0:
+            words = argv(after.job(number))
+            assert status(["predict", *words, "--json", str(answer)]) == 0
+            document = json.loads(answer.read_text())
+            assert document["anchors"] == anchors
+            assert document["step_s"] == pytest.approx(row["step_s"])
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "expected"),
+    [
+        ("pp,mbs,ckpt", {}, "line 2: tp is missing: give a column tp, since"),
+        ("tp,mbs,ckpt", {}, "give a column pp"),
+        ("tp,pp,ckpt", {}, "give a column mbs"),
+        ("tp,pp,mbs", {}, "give a column recompute"),
+        ("tp,pp,mbs,ckpt", {"gpus": (16, 32)}, "give a column nproc"),
+        ("tp,pp,mbs,ckpt", {"framework": "both"}, "it must be megatron or pytorch, since"),
+    ],
+)
+def test_a_row_of_anchors_states_what_layouts_differ_in(
+    columns: str, changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
     file = tmp_path / "anchors.csv"
-    cells = "megatron,2,2,9s" if columns.startswith("framework") else "2,2,9s"
-    file.write_text(f"{columns}\n{cells}\n")
-    own = options(framework="megatron", anchor=str(file), tp=(2,), pp=(2,), mbs=(1,))
-    searches, _ = plan(own)
-    anchored = searches[0].cluster.anchored
-    assert anchored is not None
-    (row,) = anchored.document()["rows"]
-    step_s = next(each["step_s"] for each in searches[0].rows)
-    assert row["predicted_s"] == pytest.approx(step_s, rel=0.2)  # by other switches
-    with pytest.raises(ConfigError, match="a file with a column nproc"):
-        plan(options(anchor=str(file), gpus=(16, 32)))
+    cells = ["none" if column == "ckpt" else "1" for column in columns.split(",")]
+    file.write_text(f"{columns},step\n{','.join(cells)},9s\n")
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        plan(options(**{"framework": "megatron", "anchor": str(file), **changes}))
+
+
+def test_a_log_is_no_anchor_of_a_plan(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    elapsed = "elapsed time per iteration (ms): 9000.0 |"
+    log.write_text("".join(f" iteration {n}/ 9 | {elapsed}\n" for n in range(1, 10)))
+    with pytest.raises(ConfigError, match="a table, since a log does not state tp"):
+        plan(options(framework="megatron", anchor=str(log)))
 
 
 def test_several_numbers_of_gpus() -> None:

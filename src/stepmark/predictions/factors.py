@@ -60,12 +60,16 @@ class AnchorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchored:
-    """Factors that were fitted to measured steps. model: how many there are, in words."""
+    """Factors that were fitted to measured steps. model: how many there are, in words.
+
+    assumed: what rows leave out and has a value of its own, as a note.
+    """
 
     source: str
     model: str
     factors: Factors
     rows: tuple[AnchorRow, ...]
+    assumed: str = ""
 
     @property
     def error(self) -> float:
@@ -113,7 +117,7 @@ class Anchored:
                 f"factors above {_LARGE_FACTOR:g} or below {1 / _LARGE_FACTOR:g}: "
                 f"{', '.join(large)}; check that the anchors are the steps that their rows say"
             )
-        return notes
+        return [*([self.assumed] if self.assumed else []), *notes]
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain data."""

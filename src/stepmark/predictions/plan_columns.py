@@ -1,5 +1,6 @@
 """Columns of `stepmark plan` as options of a prediction: its flags and its printed headings."""
 
+import re
 from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
@@ -7,20 +8,71 @@ from typing import Any
 from stepmark.ground.errors import ConfigError
 
 DP = "dp"
+LABEL = "label"
 _HEADINGS = {
     "rules": "framework",
     "gpus": "nproc",
-    "GPUs": "nproc",
     "ckpt": "recompute",
-    "tok/s/GPU": "tokens_per_s_gpu",
-    "MFU": "mfu",
+    "schedule": "pp_schedule",
+    "tok/s/gpu": "tokens_per_s_gpu",
+    "tokens/s/gpu": "tokens_per_s_gpu",
+    "mfu %": "mfu",
+    "mfu%": "mfu",
+    "mfu_pct": "mfu",
+    "time": "step",
+    "step_s": "step",
+    "step time": "step",
+    "step_time": "step",
+    "iteration time": "step",
+    "layout": LABEL,
+    "name": LABEL,
 }
-_AXES = ("tp", "pp", "cp")  # beside the data ranks
+_UNIT = re.compile(r"(step|time|step time|step_time|iteration time) ?[(\[](\w+)[)\]]")
+_UNITS = {"sec": "s", "seconds": "s", "msec": "ms"}
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
+_PREDICTED = ("gib", "win %", "win%", "days", "cost")  # of plan, and nothing of a measured step
+_AXES = ("tp", "pp", "cp")  # with the data ranks these are all ranks
+# Axes that plan's tables leave out where they are 1 in all rows.
+_RARE = ("vpp", "cp", "ep")
+_OF_A_LAYOUT = ("pp_schedule", "pp_stages", "dp_replicate")
+_OF_RECOMPUTE = (
+    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    *("recompute_some", "recompute_every", "ac"),
+)
 
 
 def without_headings(cells: Mapping[str, str]) -> dict[str, str]:
-    """Return cells with plan's headings as names of options."""
-    return {_HEADINGS.get(column, column): text for column, text in cells.items()}
+    """Return cells with headings as names of options, and units of headings in the cells."""
+    own: dict[str, str] = {}
+    for column, text in cells.items():
+        title = column.lower()
+        value = text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
+        unit = _UNIT.fullmatch(title)
+        if unit:
+            title = "step"
+            if value[-1:].isdecimal():
+                value += _UNITS.get(unit[2], unit[2])
+        if title not in _PREDICTED:
+            own[_HEADINGS.get(title, title)] = value
+    return own
+
+
+def axes_left_out(columns: Collection[str]) -> tuple[str, ...]:
+    """Return the axes that are 1 in rows with a layout, as they have no column.
+
+    columns: names of options. Empty where the rows have no layout of their own.
+    """
+    if not {"tp", "pp", DP} & {*columns}:
+        return ()
+    names = {"virtual_pipeline_model_parallel_size": "vpp", "pp_stages": "vpp"}
+    own = {names.get(column, column) for column in columns}
+    return tuple(axis for axis in _RARE if axis not in own)
+
+
+def replaced_by(columns: Collection[str]) -> tuple[str, ...]:
+    """Return the options of a command that do not hold for rows with these columns."""
+    of_layout = _OF_A_LAYOUT if {"tp", "pp", DP} & {*columns} else ()
+    return (*of_layout, *(_OF_RECOMPUTE if "recompute" in columns else ()))
 
 
 def in_options(cells: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
@@ -32,6 +84,8 @@ def in_options(cells: Mapping[str, str], names: Collection[str]) -> dict[str, st
     if "vpp" in own and "vpp" not in names:
         chunks = own.pop("vpp")
         if chunks != "1":
+            if own.get("pp_schedule") == "1f1b":
+                del own["pp_schedule"]
             own = {"pp_schedule": "interleaved", "pp_stages": chunks, **own}
     replicas, _, shards = own.get(DP, "").partition("x")
     if shards:

@@ -15,7 +15,7 @@ from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.device import find_device_by_alias, unknown_device
 from stepmark.model.systems import find_system
-from stepmark.predictions.anchored_steps import check_columns
+from stepmark.predictions.anchored_steps import columns_of
 from stepmark.predictions.framework_job import generated
 from stepmark.predictions.note import MOST_NOTES, Topic, note_lines, noted, topic_of
 from stepmark.predictions.predict import Job, anchored_by, of_job
@@ -162,8 +162,8 @@ def predict_grid(
     make = lru_cache(maxsize=1)(generated)  # devices of one job come one after the other
     anchored = None
     if grid.options.anchor:
-        check_columns(grid.options.anchor, [axis.option for axis in grid.axes])
-        anchored = anchored_by(grid.options)
+        varied = columns_of(axis.option for axis in grid.axes)
+        anchored = anchored_by(grid.options, varied)
     with Waiting(f"predicting {len(grid)} combinations"):
         for place, job in grid.points():
             try:

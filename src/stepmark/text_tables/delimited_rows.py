@@ -1,4 +1,4 @@
-"""Read rows of cells: CSV, its variants by tab, semicolon and |, and tables of Markdown."""
+"""Read rows of cells: CSV, its variants, tables of Markdown, and columns between spaces."""
 
 import csv
 import re
@@ -9,12 +9,13 @@ from stepmark.ground.read_text import lines_of
 _DELIMITERS = ",\t;|"
 _RULE = re.compile(r"\s*:?-+:?\s*")  # a cell of the line below a heading in Markdown
 _MARKDOWN = " *`"  # around the text of a cell
+_BEFORE_UNIT = re.compile(r" +(?=[(\[%]|(?:s|ms|us|min|h)(?:\s|$))")  # inside a cell
 
 
 def read_rows(text: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the last line, from 1, and the cells of each row, the heading first.
 
-    The delimiter is the one that the heading has most often.
+    The delimiter is the one that the heading has most often; without any, it is space.
     """
     lines = lines_of(text)
     heading = next((line for line in lines if line.strip()), "")
@@ -22,9 +23,13 @@ def read_rows(text: str) -> Iterator[tuple[int, list[str]]]:
     is_markdown = delimiter == "|"
     if is_markdown:
         lines = [line.strip().removeprefix("|").removesuffix("|") for line in lines]
+    has_spaces = delimiter not in heading
+    if has_spaces:
+        lines = ["\t".join(_BEFORE_UNIT.sub("", line).split()) for line in lines]
+        delimiter = "\t"
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
     for cells in reader:
-        is_rule = is_markdown and all(map(_RULE.fullmatch, cells))
+        is_rule = (is_markdown or has_spaces) and all(map(_RULE.fullmatch, cells))
         if is_rule or not any(map(str.strip, cells)):
             continue
         chars = _MARKDOWN if is_markdown else None
