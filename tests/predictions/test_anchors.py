@@ -301,9 +301,8 @@ def test_a_row_with_a_layout_is_not_that_of_the_command(words: str, tmp_path: Pa
         for more in ([], words.split())
     )
     assert own == alone
-    assert own["notes"][0] == f"{path.name} has no column vpp, cp, ep: its steps have " + (
-        "vpp 1, cp 1, ep 1"
-    )
+    left_out = "steps whose rows do not state vpp, cp, ep have vpp 1, cp 1, ep 1"
+    assert own["notes"][0] == left_out
 
 
 def test_a_row_without_a_layout_has_that_of_the_command(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ _IN_PLACE = 8  # shares of axes that one process estimates faster than several
 class LayoutSearch:
     """Layouts for a number of GPUs that were simulated, the fastest first.
 
-    neighbours: layouts that differ from the best in one axis each, of each axis the fastest.
+    neighbours: layouts that differ from the best in one axis each, of each axis the fastest;
+    that of another framework may differ in the others, too.
     estimates: of all layouts that may fit: seconds and least bytes. num_layouts: of all;
     num_too_large: of those, layouts that need more memory than allowed, as far as they were
     looked at. errors: of layouts whose step has no time.
@@ -207,13 +208,16 @@ class _Search:
                 yield position
 
     def neighbours(self) -> dict[str, Simulated]:
-        """Return the fastest layout that differs from the best in one axis, by this axis."""
+        """Return the fastest layout that differs from the best in one axis, by this axis.
+
+        That of another framework may differ in all: each has its own best degrees.
+        """
         best = self.simulated[0].candidate.axes
         waiting: dict[str, list[int]] = defaultdict(list)
         for position, layout in enumerate(self.estimated):
             own = layout.candidate.axes
             changed = [axis for axis, value in best.items() if own[axis] != value]
-            if len(changed) == 1:
+            if len(changed) == 1 or "framework" in changed[:1]:
                 waiting[changed[0]].append(position)
         neighbours: dict[str, Simulated] = {}
         with Waiting("simulating layouts like the best"):

@@ -22,6 +22,7 @@ from stepmark.model.packing import PackingOption
 from stepmark.predictions.training_run import GpuHourPrices, Tokens
 
 BOTH = "both"
+MEGATRON = "megatron"
 SCHEDULES = ("1f1b", "zb1p", "zbv", "dualpipev")
 ALL_TO_ALL = "alltoall"
 TWO_HOP = "two-hop"

@@ -1,12 +1,14 @@
 """What `stepmark plan` prints: the best layout, what was searched, rows, and why it is best."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from stepmark.ground.units import GIB, format_time
 from stepmark.layouts.layout_search import LayoutSearch
+from stepmark.layouts.layout_work import Simulated
 from stepmark.layouts.plan_options import ALL_TO_ALL, EXCHANGES, PlanOptions
-from stepmark.predictions.prediction_grid import Row
-from stepmark.predictions.prediction_text import anchor_lines, fit_text
+from stepmark.predictions.interval import Interval
+from stepmark.predictions.prediction_grid import Row, step_text, whole
+from stepmark.predictions.prediction_text import anchor_lines, fit_text, limit_text
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
 from stepmark.tables.table import Table
 
@@ -18,18 +20,13 @@ _MOST_REASONS = 4
 _MOST_SMALLER = 3
 _TIE = 0.4  # chance of being faster than the first, from which a layout is worth a measurement
 _AXES = ("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "recompute")
-PARTS: dict[str, Callable[[Row], float]] = {
-    "computing": lambda row: row["step_s"] - row["exposed_comm_s"] - row["bubble_s"],
-    "exposed communication": lambda row: row["exposed_comm_s"],
-    "pipeline bubble": lambda row: row["bubble_s"],
-}
 
 
 def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
     """Yield the answer for one number of GPUs."""
     best = result.rows[0]
     yield f"{best['name']} on {result.num_gpus} {options.device}: {place(best)}"
-    yield f"  {_figures(best, result.cluster.device.hbm_bytes)}"
+    yield f"  {_figures(result.best, result.cluster.device.hbm_bytes)}"
     yield f"  {_assumed(options, result)}"
     yield f"  {_searched(result)}"
     yield f"  {result.command}"
@@ -51,16 +48,19 @@ def _assumed(options: PlanOptions, result: LayoutSearch) -> str:
     network = cluster.network.name if cluster.network else "one host"
     length = result.best.candidate.job.model.seq_len
     packed = f", packed from pieces ({options.packing.text})" if options.packing else ""
+    around = result.best.figures["interval"]
+    interval = f", {Interval(**around)}" if around else ""
     return (
         f"{costs}, network {network}; {options.gbs:,} sequences of {length:,} tokens a step"
         f"{packed}, "
-        f"{options.precision or 'bf16'}, {options.memory:.0%} of the memory"
+        f"{options.precision or 'bf16'}, {options.memory:.0%} of the memory{interval}"
     )
 
 
 def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
     """Yield the best layout for each number of GPUs, and how many are worth it."""
     rows = [each.rows[0] for each in searches]
+    best = {each.num_gpus: each.best for each in searches}
     most = max(row["tokens_per_s_gpu"] for row in rows)
     yield f"{rows[0]['name']}: the fastest layout for each number of GPUs, with the same batch"
     yield ""
@@ -70,7 +70,7 @@ def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
     text = f"up to {last['gpus']} GPUs each does at least {_WORTH:.0%} of the best tokens/s"
     later = [row for row in rows if row["gpus"] > last["gpus"]]
     if later:
-        name, more_s = _largest(later[0], last, per_gpu=True)
+        name, more_s = _largest(best[later[0]["gpus"]], best[last["gpus"]], per_gpu=True)
         text += f"; with {later[0]['gpus']} more of their time goes to {name}"
         text += f" ({more_s:+.1%} of the step)"
     yield text
@@ -93,15 +93,15 @@ def place(row: Row) -> str:
     return ", ".join((row["framework"], *degrees, *schedule, *hops, *replicated, again))
 
 
-def _figures(row: Row, device_bytes: int | None) -> str:
+def _figures(best: Simulated, device_bytes: int | None) -> str:
     """Return the step, its rate, whether it fits, and what most of it is."""
+    row = best.row
     figures = [f"step {format_time(row['step_s'])}"]
     figures += [f"{row['tokens_per_s_gpu']:,.0f} tokens/s/GPU"]
     if row["mfu_pct"] is not None:
         figures += [f"{row['mfu_pct']:.1f} % MFU (causal)"]
     figures += [fit_text(row["verdict"], row["reserved_bytes"], device_bytes)]
-    part = max(PARTS, key=lambda name: PARTS[name](row))
-    figures += [f"bound by {part} ({PARTS[part](row) / row['step_s']:.1%} of the step)"]
+    figures += [limit_text(best.figures)]
     if row["days"] is not None:
         figures += [f"{row['days']:,.1f} days"]
     if row["cost"] is not None:
@@ -111,8 +111,10 @@ def _figures(row: Row, device_bytes: int | None) -> str:
 
 def _searched(result: LayoutSearch) -> str:
     error = max(abs(row["estimated_s"] / row["step_s"] - 1) for row in result.rows)
+    most_cp = max(each.candidate.parallel.cp for each in result.estimates)
+    cp = "" if result.cluster.options.cp else f" (cp at most {most_cp}, more by --cp)"
     text = (
-        f"searched {result.num_layouts:,} layouts in {result.took_s:.0f} s: "
+        f"searched {result.num_layouts:,} layouts{cp} in {result.took_s:.0f} s: "
         f"{result.num_too_large:,} need more memory, {len(result.rows)} simulated (estimates "
         f"of these within {error:.1%}), others estimated"
     )
@@ -133,37 +135,39 @@ def _why(result: LayoutSearch) -> Iterator[str]:
     smaller = [row for row in result.rows[1:] if row["is_pareto"]]
     for row in smaller[:_MOST_SMALLER]:
         yield f"{_gibibytes(row)} GiB: {place(row)}, {_change(row, best)}"
-    rows = {axis: each.row for axis, each in result.neighbours.items()}
-    slower = sorted(rows.items(), key=lambda item: -item[1]["step_s"])
-    for axis, row in slower[:_MOST_REASONS]:
-        name, more = _largest(row, best)
-        values = (own[axis] or _UNNAMED[axis] for own in (row, best))
-        text = f"{axis} {' instead of '.join(map(str, values))}: {_change(row, best)}"
-        yield f"{text}, of which {name} {more:+.1%}; {_gibibytes(row)} GiB"
+    slower = sorted(result.neighbours.items(), key=lambda item: -item[1].row["step_s"])
+    for axis, each in slower[:_MOST_REASONS]:
+        row = each.row
+        name, more = _largest(each, result.best)
+        values = (str(own[axis] or _UNNAMED[axis]) for own in (row, best))
+        text = f"{axis} {' instead of '.join(values)}"
+        if axis == "framework":  # whose fastest layout differs in more
+            text = place(row)
+        text += f": {_change(row, best)}, of which {name} {more:+.1%}"
+        yield f"{text}; {_gibibytes(row)} GiB"
 
 
 def _change(row: Row, best: Row) -> str:
     return f"{row['step_s'] / best['step_s'] - 1:+.1%} of the step"
 
 
-def _largest(row: Row, best: Row, *, per_gpu: bool = False) -> tuple[str, float]:
+def _largest(other: Simulated, best: Simulated, *, per_gpu: bool = False) -> tuple[str, float]:
     """Return the part that differs the most, and by what share of the best step."""
-
-    def shares(own: Row) -> Mapping[str, float]:
-        whole = own["step_s"] if per_gpu else best["step_s"]
-        return {name: part(own) / whole for name, part in PARTS.items()}
-
-    before, after = shares(best), shares(row)
-    name = max(before, key=lambda part: after[part] - before[part])
-    return name, after[name] - before[name]
+    best_s = best.row["step_s"]
+    before = _parts_s(best)
+    scale = best_s / other.row["step_s"] if per_gpu else 1.0
+    more = {name: scale * own - before.get(name, 0.0) for name, own in _parts_s(other).items()}
+    name = max(more, key=more.__getitem__)
+    return name, more[name] / best_s
 
 
-def _step(row: Row) -> str:
-    return format_time(row["step_s"])
-
-
-def _rate(row: Row) -> str:
-    return f"{row['tokens_per_s_gpu']:,.0f}"
+def _parts_s(each: Simulated) -> Mapping[str, float]:
+    """Return what the step waits for, with contention apart from the computation it slows."""
+    figures = each.figures
+    shares = {name: pct / 100 for name, pct in figures["shares_pct"].items()}
+    parts = {name: share * figures["step_s"] for name, share in shares.items()}
+    parts["computation"] -= figures["contention_s"]
+    return {**parts, "contention": figures["contention_s"]}
 
 
 def _chance(row: Row) -> str:
@@ -181,14 +185,6 @@ def _data_ranks(row: Row) -> str:
     return f"{replicas}x{row['dp'] // replicas}" if replicas > 1 else str(row["dp"])
 
 
-def _framework(row: Row) -> str:
-    return FRAMEWORKS[row["framework"]]
-
-
-def _cost(row: Row) -> str:
-    return "" if row["cost"] is None else f"{row['cost']:,.0f}"
-
-
 def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     """Return the columns of these layouts, without axes that none of them has."""
     chosen = ["tp", "pp"] + [name for name in _RARE if any(row[name] > 1 for row in rows)]
@@ -198,7 +194,7 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     has_hops = any(row["dispatch"] for row in rows)
     return [
         *([given("gpus", COUNT, "GPUs")] if several else []),
-        given("framework", TEXT, "rules", _framework),
+        given("framework", TEXT, "rules", lambda row: FRAMEWORKS[row["framework"]]),
         *(given(name, COUNT) for name in chosen),
         *([given("pp_schedule", TEXT, "schedule")] if has_schedules else []),
         *([given("cp_comm_type", TEXT, "cp by")] if exchanges else []),
@@ -206,11 +202,11 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
         given("dp", COUNT, words=_data_ranks),
         given("mbs", COUNT),
         given("recompute", TEXT, "ckpt"),
-        given("step_s", NUMBER, "step", _step),
-        given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", _rate),
+        given("step_s", NUMBER, "step", step_text),
+        given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", whole("tokens_per_s_gpu")),
         given("mfu_pct", PERCENT, "MFU"),
         given("reserved_bytes", NUMBER, "GiB", _gibibytes),
         given("chance_faster", NUMBER, "win %", _chance),
         given("days", PERCENT),
-        given("cost", NUMBER, words=_cost),
+        given("cost", NUMBER, words=whole("cost")),
     ]

@@ -29,6 +29,7 @@ from stepmark.predictions.inputs import Inputs, no_host
 from stepmark.predictions.measured_step import figure_of_log
 from stepmark.predictions.plan_columns import (
     DP,
+    IGNORED,
     LABEL,
     axes_left_out,
     in_options,
@@ -71,11 +72,15 @@ AnyOptions = PredictOptions | FrameworkJob
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A measured step, and the inputs of its prediction."""
+    """A measured step, and the inputs of its prediction.
+
+    left_out: axes that are 1 because the row has no cell of theirs.
+    """
 
     name: str
     inputs: Inputs
     measured_s: float
+    left_out: tuple[str, ...] = ()
 
 
 def fit_anchors(measured: Sequence[Anchor], step_of: StepOf, source: str = "") -> Anchored:
@@ -103,6 +108,7 @@ def fit_anchors(measured: Sequence[Anchor], step_of: StepOf, source: str = "") -
             )
             for anchor, (step, left_out_s) in zip(measured, times_s, strict=True)
         ),
+        left_out=tuple(dict.fromkeys(axis for each in measured for axis in each.left_out)),
     )
 
 
@@ -152,19 +158,6 @@ def columns_of(varied: Iterable[Option]) -> Varied:
     }
 
 
-def assumed(options: AnyOptions) -> str:
-    """Return which axes of a table's rows are 1, since it has no such column; "" if none."""
-    path = Path(options.anchor or "")
-    if not path.is_file() or _has_steps(path):
-        return ""
-    _, heading = next(read_rows(read_text(path)), (0, []))
-    by_column = _options_of(type(options))
-    names = without_headings(dict.fromkeys(map(_name, heading), ""))
-    axes = axes_left_out([_option_name(name, by_column) for name in names])
-    values = ", ".join(f"{axis} 1" for axis in axes)
-    return values and f"{path.name} has no column {', '.join(axes)}: its steps have {values}"
-
-
 def _of_run(options: AnyOptions) -> Iterator[Anchor]:
     """Yield the training steps of a run, each the mean of its launches."""
     try:
@@ -191,22 +184,17 @@ def _of_run(options: AnyOptions) -> Iterator[Anchor]:
         )
 
 
-def _has_steps(path: Path) -> bool:
-    """Return whether a file is a training log."""
-    from stepmark.job_logs.training_log.step_lines import has_steps  # noqa: PLC0415 - 0.1 s
-
-    return has_steps(path)
-
-
 def _of_file(options: AnyOptions, path: Path, varied: Varied) -> Iterator[Anchor]:
     """Yield the step of a training log, or the rows of a table.
 
     Raises ConfigError with the line of a row.
     """
+    from stepmark.job_logs.training_log.step_lines import has_steps  # noqa: PLC0415 - 0.1 s
+
     given = plain(options)
     for name in _NOT_OF_ROWS:
         given.pop(name, None)
-    if _has_steps(path):
+    if has_steps(path):
         if varied:
             allowed = f"a table, since a log does not state {', '.join(varied)}"
             raise ConfigError("anchor", path, allowed)
@@ -225,8 +213,8 @@ def _of_file(options: AnyOptions, path: Path, varied: Varied) -> Iterator[Anchor
                 raise ConfigError("its cells", len(row), f"as many as columns: {len(names)}")
             named = zip(names, row, strict=True)
             cells = without_headings({name: text for name, text in named if text})
-            if label := cells.pop(LABEL, ""):
-                line = f"{line} ({label})"
+            if LABEL in cells:
+                line = f"{line} ({cells[LABEL]})"
             for name, columns in varied.items():
                 if not columns & cells.keys():
                     allowed = f"a column {name}, since the command has no single value of it"
@@ -234,7 +222,7 @@ def _of_file(options: AnyOptions, path: Path, varied: Varied) -> Iterator[Anchor
             inputs = _inputs(given, cells)
             measured_s = _measured_s(inputs, cells, path.parent)
             _check_peak(inputs, measured_s, next(name for name in MEASURED if name in cells))
-            yield Anchor(name=line, inputs=inputs, measured_s=measured_s)
+            yield Anchor(line, inputs, measured_s, left_out=axes_left_out(cells))
         except ConfigError as error:
             field = f"{path.name}: {line}: {error.field}"
             raise ConfigError(field, error.value, error.allowed) from None
@@ -251,14 +239,12 @@ def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> Inputs:
     if framework:
         cls = framework_job.options_class(find_rule(framework))
     by_column = _options_of(cls)
-    own = in_options(cells, by_column)
     replaced = replaced_by(cells)
     changed = {name: value for name, value in given.items() if name not in replaced}
-    for axis in axes_left_out([_option_name(column, by_column) for column in cells]):
-        if axis in by_column:
-            changed[by_column[axis].name] = "1"
-    for column, text in own.items():
-        if column in MEASURED or column == DP:
+    left_out = [by_column[axis] for axis in axes_left_out(cells) if axis in by_column]
+    changed |= {option.name: "1" for option in left_out}
+    for column, text in in_options(cells, by_column).items():
+        if column in MEASURED or column in IGNORED:
             continue
         if column not in by_column:
             near = nearest(column, [*MEASURED, *by_column])
@@ -291,10 +277,6 @@ def _ranks(cells: Mapping[str, str], row: AnyOptions) -> dict[str, Any]:
         allowed = f"nproc ({ranks}) / (tp x pp x cp), which here is {count} ranks; a column "
         raise ConfigError(DP, cells[DP], f"{allowed}nproc or cp may be missing")
     return {"nproc": str(count)}
-
-
-def _option_name(column: str, by_column: Mapping[str, Option]) -> str:
-    return by_column[column].name if column in by_column else column
 
 
 def _options_of(cls: type[AnyOptions]) -> dict[str, Option]:

@@ -62,14 +62,14 @@ class AnchorRow:
 class Anchored:
     """Factors that were fitted to measured steps. model: how many there are, in words.
 
-    assumed: what rows leave out and has a value of its own, as a note.
+    left_out: axes that are 1 in rows without a cell of theirs.
     """
 
     source: str
     model: str
     factors: Factors
     rows: tuple[AnchorRow, ...]
-    assumed: str = ""
+    left_out: tuple[str, ...] = ()
 
     @property
     def error(self) -> float:
@@ -117,7 +117,12 @@ class Anchored:
                 f"factors above {_LARGE_FACTOR:g} or below {1 / _LARGE_FACTOR:g}: "
                 f"{', '.join(large)}; check that the anchors are the steps that their rows say"
             )
-        return [*([self.assumed] if self.assumed else []), *notes]
+        if self.left_out:
+            values = ", ".join(f"{axis} 1" for axis in self.left_out)
+            notes.insert(
+                0, f"steps whose rows do not state {', '.join(self.left_out)} have {values}"
+            )
+        return notes
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain data."""

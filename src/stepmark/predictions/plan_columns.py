@@ -9,11 +9,11 @@ from stepmark.ground.errors import ConfigError
 
 DP = "dp"
 LABEL = "label"
+IGNORED = (DP, LABEL, "gib", "win %", "win%", "days", "cost")  # in rows of plan, no option
 _HEADINGS = {
     "rules": "framework",
     "gpus": "nproc",
     "ckpt": "recompute",
-    "schedule": "pp_schedule",
     "tok/s/gpu": "tokens_per_s_gpu",
     "tokens/s/gpu": "tokens_per_s_gpu",
     "mfu %": "mfu",
@@ -26,11 +26,16 @@ _HEADINGS = {
     "iteration time": "step",
     "layout": LABEL,
     "name": LABEL,
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "micro_batch_size": "mbs",
 }
 _UNIT = re.compile(r"(step|time|step time|step_time|iteration time) ?[(\[](\w+)[)\]]")
 _UNITS = {"sec": "s", "seconds": "s", "msec": "ms"}
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
-_PREDICTED = ("gib", "win %", "win%", "days", "cost")  # of plan, and nothing of a measured step
 _AXES = ("tp", "pp", "cp")  # with the data ranks these are all ranks
 # Axes that plan's tables leave out where they are 1 in all rows.
 _RARE = ("vpp", "cp", "ep")
@@ -45,34 +50,25 @@ def without_headings(cells: Mapping[str, str]) -> dict[str, str]:
     """Return cells with headings as names of options, and units of headings in the cells."""
     own: dict[str, str] = {}
     for column, text in cells.items():
-        title = column.lower()
         value = text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
-        unit = _UNIT.fullmatch(title)
-        if unit:
-            title = "step"
-            if value[-1:].isdecimal():
-                value += _UNITS.get(unit[2], unit[2])
-        if title not in _PREDICTED:
-            own[_HEADINGS.get(title, title)] = value
+        unit = _UNIT.fullmatch(column)
+        if unit and value[-1:].isdecimal():
+            value += _UNITS.get(unit[2], unit[2])
+        own["step" if unit else _HEADINGS.get(column, column)] = value
     return own
 
 
-def axes_left_out(columns: Collection[str]) -> tuple[str, ...]:
-    """Return the axes that are 1 in rows with a layout, as they have no column.
-
-    columns: names of options. Empty where the rows have no layout of their own.
-    """
-    if not {"tp", "pp", DP} & {*columns}:
-        return ()
-    names = {"virtual_pipeline_model_parallel_size": "vpp", "pp_stages": "vpp"}
-    own = {names.get(column, column) for column in columns}
-    return tuple(axis for axis in _RARE if axis not in own)
+def axes_left_out(cells: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the axes that are 1 in a row that has a layout, but no cell of theirs."""
+    own = cells.keys() | ({"vpp"} if "pp_stages" in cells else set())
+    has_layout = {"tp", "pp", DP} & own
+    return tuple(axis for axis in _RARE if axis not in own) if has_layout else ()
 
 
-def replaced_by(columns: Collection[str]) -> tuple[str, ...]:
-    """Return the options of a command that do not hold for rows with these columns."""
-    of_layout = _OF_A_LAYOUT if {"tp", "pp", DP} & {*columns} else ()
-    return (*of_layout, *(_OF_RECOMPUTE if "recompute" in columns else ()))
+def replaced_by(cells: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the options of a command that do not hold for a row."""
+    of_layout = _OF_A_LAYOUT if {"tp", "pp", DP} & cells.keys() else ()
+    return (*of_layout, *(_OF_RECOMPUTE if "recompute" in cells else ()))
 
 
 def in_options(cells: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
@@ -84,8 +80,6 @@ def in_options(cells: Mapping[str, str], names: Collection[str]) -> dict[str, st
     if "vpp" in own and "vpp" not in names:
         chunks = own.pop("vpp")
         if chunks != "1":
-            if own.get("pp_schedule") == "1f1b":
-                del own["pp_schedule"]
             own = {"pp_schedule": "interleaved", "pp_stages": chunks, **own}
     replicas, _, shards = own.get(DP, "").partition("x")
     if shards:

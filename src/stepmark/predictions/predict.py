@@ -196,7 +196,6 @@ def anchored_by(options: Job, varied: Mapping[str, Set[str]] | None = None) -> A
     varied: options that each row of a table must state, with the columns that do.
     """
     from stepmark.predictions.anchored_steps import (  # noqa: PLC0415 - numpy
-        assumed,
         fit_anchors,
         read_anchors,
     )
@@ -207,8 +206,7 @@ def anchored_by(options: Job, varied: Mapping[str, Set[str]] | None = None) -> A
             for anchor in read_anchors(options, varied or {})
         ]
     with Waiting(f"fitting factors to {len(steps)} measured steps"):
-        anchored = fit_anchors(steps, lambda own: predict(own).step, options.anchor or "")
-    return replace(anchored, assumed=assumed(options))
+        return fit_anchors(steps, lambda own: predict(own).step, options.anchor or "")
 
 
 def predict(inputs: Inputs) -> Prediction:

@@ -97,7 +97,7 @@ def _axis_column(axis: Axis, rows: Sequence[Row]) -> Column[Row]:
     return given(name, COUNT if is_number else TEXT, axis.title)
 
 
-def _step(row: Row) -> str:
+def step_text(row: Row) -> str:
     return f"{'>= ' if row['is_lower_bound'] else ''}{format_time(row['step_s'])}"
 
 
@@ -111,7 +111,7 @@ def _millijoules(row: Row) -> str:
     return f"{1e3 * energy_j:.1f}" if energy_j else ""
 
 
-def _whole(name: str) -> Callable[[Row], str]:
+def whole(name: str) -> Callable[[Row], str]:
     """Return what shows a value as a whole number."""
     return lambda row: "" if row[name] is None else f"{row[name]:,.0f}"
 
@@ -121,15 +121,15 @@ def _gibibytes(row: Row) -> str:
 
 
 _COLUMNS = (
-    given("step_s", NUMBER, "step", _step),
-    given("tokens_per_s_gpu", NUMBER, "tokens/s/GPU", _whole("tokens_per_s_gpu")),
+    given("step_s", NUMBER, "step", step_text),
+    given("tokens_per_s_gpu", NUMBER, "tokens/s/GPU", whole("tokens_per_s_gpu")),
     given("mfu_pct", PERCENT, "MFU %"),
     given("reserved_bytes", NUMBER, "GiB", _gibibytes),
     given("verdict", heading="memory"),
     given("bound"),
     given("energy_per_token_j", NUMBER, "mJ/token", _millijoules),
     given("days", PERCENT),
-    given("cost", NUMBER, words=_whole("cost")),
+    given("cost", NUMBER, words=whole("cost")),
 )
 
 
@@ -262,7 +262,7 @@ def _answer(grid: PredictionGrid) -> str:
         return f"{least['name']}: {text}"
     fits = {"fits": " that fits", "close": " that may fit (its memory is close)"}
     rank = "cheapest" if grid.is_by_cost else "fastest per GPU"
-    figures = [f"step {_step(best)}"]
+    figures = [f"step {step_text(best)}"]
     if best["tokens_per_s_gpu"]:
         figures += [f"{best['tokens_per_s_gpu']:,.0f} tokens/s/GPU"]
     if best["mfu_pct"] is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stepmark.ground.read_text import lines_of
 
 _DELIMITERS = ",\t;|"
-_RULE = re.compile(r"\s*:?-+:?\s*")  # a cell of the line below a heading in Markdown
+_RULE = re.compile(r"\s*:?-+:?\s*")  # a cell of the line below a heading
 _MARKDOWN = " *`"  # around the text of a cell
 _BEFORE_UNIT = re.compile(r" +(?=[(\[%]|(?:s|ms|us|min|h)(?:\s|$))")  # inside a cell
 
@@ -23,14 +23,12 @@ def read_rows(text: str) -> Iterator[tuple[int, list[str]]]:
     is_markdown = delimiter == "|"
     if is_markdown:
         lines = [line.strip().removeprefix("|").removesuffix("|") for line in lines]
-    has_spaces = delimiter not in heading
-    if has_spaces:
+    if delimiter not in heading:
         lines = ["\t".join(_BEFORE_UNIT.sub("", line).split()) for line in lines]
         delimiter = "\t"
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
     for cells in reader:
-        is_rule = (is_markdown or has_spaces) and all(map(_RULE.fullmatch, cells))
-        if is_rule or not any(map(str.strip, cells)):
+        if all(map(_RULE.fullmatch, cells)) or not any(map(str.strip, cells)):
             continue
         chars = _MARKDOWN if is_markdown else None
         yield reader.line_num, [cell.strip(chars) for cell in cells]
