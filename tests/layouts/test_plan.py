@@ -23,7 +23,7 @@ from stepmark.layouts.least_memory import least_bytes
 from stepmark.layouts.plan import lines as plan_lines
 from stepmark.layouts.plan import plan
 from stepmark.layouts.plan_options import PlanOptions
-from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
+from stepmark.layouts.plan_text import lines_of_count, lines_of_counts, parts_s
 from stepmark.layouts.stage_costs import Estimator
 from stepmark.model.model_tables import MODELS_DIR
 from stepmark.model.packing import Packing
@@ -320,13 +320,35 @@ def test_a_log_is_no_anchor_of_a_plan(tmp_path: Path) -> None:
         plan(options(framework="megatron", anchor=str(log)))
 
 
+def test_contention_is_not_computation() -> None:
+    """Replicas have the same computation, which messages of fewer ranks slow less or more."""
+    own = options(framework="pytorch", tp=(1,), pp=(1,), mbs=(1,), gpus=(64,), gbs=64)
+    result = search(dataclasses.replace(own, recompute=("none",), top=20), 64)
+    parts = [parts_s(each) for each in result.simulated]
+    assert len({each.candidate.parallel.dp_replicate for each in result.simulated}) > 1
+    assert max(own["contention"] for own in parts) > 0
+    for each, parts_of in zip(result.simulated, parts, strict=True):
+        assert sum(parts_of.values()) == pytest.approx(each.row["step_s"], rel=1e-6)
+        assert parts_of["computation"] == pytest.approx(parts[0]["computation"], rel=0.02)
+
+
+def test_the_other_framework_has_its_own_degrees() -> None:
+    own = options(tp=(1, 2), pp=(1, 2), mbs=(1, 2), recompute=("none",), top=3)
+    result = search(own, 16)
+    name = result.best.candidate.framework
+    other = result.neighbours["framework"].candidate
+    fastest = next(each for each in result.estimates if each.candidate.framework != name)
+    assert other.axes == fastest.candidate.axes
+    assert any(line.startswith(f"{other.framework}, ") for line in lines_of_count(own, result))
+
+
 def test_several_numbers_of_gpus() -> None:
     own = options(gpus=(8, 16), tp=(2,), pp=(1,), mbs=(1,), framework="megatron", top=2)
     searches, left_out = plan(own)
     assert left_out == {}
     text = [*lines_of_counts(searches)]
     assert text[0].startswith("llama-3.1-8b: the fastest layout for each number of GPUs")
-    assert [each.num_gpus for each in searches] == [8, 16]
+    assert [each.cluster.num_gpus for each in searches] == [8, 16]
     assert searches[0].rows[0]["step_s"] > searches[1].rows[0]["step_s"]
     assert text[-1].startswith("up to 16 GPUs each does at least 80% of the best tokens/s")
 
@@ -336,7 +358,7 @@ def test_a_number_of_gpus_without_layouts_is_named() -> None:
         gpus=(16, 12), gbs=32, tp=(2,), pp=(1,), mbs=(1,), framework="megatron", top=1
     )
     searches, left_out = plan(own)
-    assert [each.num_gpus for each in searches] == [16]
+    assert [each.cluster.num_gpus for each in searches] == [16]
     assert [*left_out] == [12]
     assert [*plan_lines(own, searches, left_out)][-1].startswith("12 GPUs are left out: gbs 32")
 
@@ -395,11 +417,13 @@ def test_the_answer_comes_first() -> None:
     assert re.match(r"llama-3\.1-8b on 16 h100-sxm: megatron, .*mbs 1", text[0])
     assert re.match(
         r"  step [\d.]+ m?s, [\d,]+ tokens/s/GPU, .* MFU \(causal\), fits \([\d.]+ of 80 GiB "
-        r"reserved\), bound by computing \([\d.]+% of the step\), [\d.]+ days",
+        r"reserved\), bound by computation \([\d.]+ % of the step\).*, [\d.]+ days",
         text[1],
     )
-    assert re.match(r"  searched \d+ layouts in \d+ s: \d+ need more memory, \d+ sim", text[3])
+    searched = r"  searched \d+ layouts \(cp at most 1, more by --cp\) in \d+ s: "
+    assert re.match(rf"{searched}\d+ need more memory, \d+ sim", text[3])
     assert text[2].startswith("  by data sheet, typical host, network dgx-h100; 32 sequences")
+    assert re.search(r", 90 % interval [\d.]+ m?s? ?to [\d.]+ m?s by \d+ published", text[2])
     assert any(re.match(r"pp 2 instead of 1: \+[\d.]+% of the step, of which", x) for x in text)
 
 

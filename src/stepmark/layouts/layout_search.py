@@ -52,10 +52,6 @@ class LayoutSearch:
     errors: Sequence[ConfigError]
     took_s: float
 
-    @property
-    def num_gpus(self) -> int:
-        return self.cluster.num_gpus
-
     @cached_property
     def rows(self) -> list[Row]:
         """The simulated layouts. is_pareto: no faster one needs less memory.
@@ -146,8 +142,11 @@ class _Search:
     def estimate(self, axes: Sequence[Sequence[Axes]]) -> None:
         """Estimate all layouts. Raises ConfigError where there is none."""
         results = self.workers.map(Searcher.share, axes)
-        with Waiting(f"estimating layouts of {self.cluster.num_gpus} GPUs"):
-            shares: list[Share] = list(results)
+        shares: list[Share] = []
+        with Waiting(f"estimating layouts of {self.cluster.num_gpus} GPUs") as waiting:
+            for share in results:
+                shares.append(share)
+                waiting.progress = f"{len(shares)} of {len(axes)} groups"
         self.num_layouts = sum(share.num_layouts for share in shares)
         self.num_too_large = sum(share.num_too_large for share in shares)
         if not self.num_layouts:
@@ -161,10 +160,11 @@ class _Search:
 
     def simulate(self) -> None:
         """Simulate while another layout may be the best. Raises ConfigError if none fits."""
-        with Waiting("simulating the best layouts"):
+        with Waiting("simulating the best layouts") as waiting:
             position = 0
             while worth := self._worth(position):
                 self._simulate(worth)
+                waiting.progress = f"{len(self._results)} so far"
                 position = worth[-1] + 1
             self._simulate(self._front())
         if not self.simulated:

@@ -224,7 +224,7 @@ def _chunks(options: PlanOptions, model: ModelConfig, pp: int) -> Sequence[int]:
 
 def megatron_settings(options: PlanOptions, model: ModelConfig) -> dict[str, Any]:
     """Return the settings of all layouts of Megatron-LM: all that costs nothing."""
-    common = {
+    common: dict[str, Any] = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,

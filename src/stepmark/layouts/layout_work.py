@@ -121,5 +121,6 @@ class Searcher:
             **row_of(figures),
             "estimated_s": layout.step_s,
         }
-        ledger = prediction.step.ledger
-        return Simulated(candidate=candidate, row=row, ledger=ledger, figures=figures)
+        return Simulated(
+            candidate=candidate, row=row, ledger=prediction.step.ledger, figures=figures
+        )

@@ -100,7 +100,7 @@ def document(searches: list[LayoutSearch], left_out: LeftOut) -> dict[str, Any]:
         "anchors": anchored and anchored.document(),
         "counts": [
             {
-                "gpus": each.num_gpus,
+                "gpus": each.cluster.num_gpus,
                 "num_layouts": each.num_layouts,
                 "num_too_large": each.num_too_large,
                 "seconds": each.took_s,

@@ -115,7 +115,7 @@ class Measured:
         "measured collectives: a run or nccl-tests files", metavar="RUN|FILE"
     )
     anchor: str | None = flag(
-        "fit factors to measured steps: a run, a log, or a CSV", metavar="RUN|LOG|CSV"
+        "fit factors to measured steps: a run, or a table of yours", metavar="RUN|FILE"
     )
     verify: Annotated[int, between(1, 20)] | None = flag(
         "measure so many layouts on the GPUs of this machine, as anchors", metavar="K"

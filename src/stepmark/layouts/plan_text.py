@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from stepmark.ground.units import GIB, format_time
+from stepmark.ground.units import format_time
 from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.layout_work import Simulated
 from stepmark.layouts.plan_options import ALL_TO_ALL, EXCHANGES, PlanOptions
 from stepmark.predictions.interval import Interval
-from stepmark.predictions.prediction_grid import Row, step_text, whole
+from stepmark.predictions.prediction_grid import Row, gibibytes, step_text, whole
 from stepmark.predictions.prediction_text import anchor_lines, fit_text, limit_text
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
 from stepmark.tables.table import Table
@@ -25,7 +25,7 @@ _AXES = ("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "recompute")
 def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
     """Yield the answer for one number of GPUs."""
     best = result.rows[0]
-    yield f"{best['name']} on {result.num_gpus} {options.device}: {place(best)}"
+    yield f"{best['name']} on {result.cluster.num_gpus} {options.device}: {place(best)}"
     yield f"  {_figures(result.best, result.cluster.device.hbm_bytes)}"
     yield f"  {_assumed(options, result)}"
     yield f"  {_searched(result)}"
@@ -60,18 +60,20 @@ def _assumed(options: PlanOptions, result: LayoutSearch) -> str:
 def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
     """Yield the best layout for each number of GPUs, and how many are worth it."""
     rows = [each.rows[0] for each in searches]
-    best = {each.num_gpus: each.best for each in searches}
     most = max(row["tokens_per_s_gpu"] for row in rows)
     yield f"{rows[0]['name']}: the fastest layout for each number of GPUs, with the same batch"
     yield ""
     yield from Table(rows, columns(rows)).text()
-    worth = [row for row in rows if row["tokens_per_s_gpu"] >= _WORTH * most]
-    last = worth[-1]
-    text = f"up to {last['gpus']} GPUs each does at least {_WORTH:.0%} of the best tokens/s"
-    later = [row for row in rows if row["gpus"] > last["gpus"]]
+    rates = [
+        (row["tokens_per_s_gpu"], each.best) for row, each in zip(rows, searches, strict=True)
+    ]
+    last = [best for rate, best in rates if rate >= _WORTH * most][-1]
+    num_gpus = last.row["gpus"]
+    text = f"up to {num_gpus} GPUs each does at least {_WORTH:.0%} of the best tokens/s"
+    later = [each.best for each in searches if each.best.row["gpus"] > num_gpus]
     if later:
-        name, more_s = _largest(best[later[0]["gpus"]], best[last["gpus"]], per_gpu=True)
-        text += f"; with {later[0]['gpus']} more of their time goes to {name}"
+        name, more_s = _largest(later[0], last, per_gpu=True)
+        text += f"; with {later[0].row['gpus']} more of their time goes to {name}"
         text += f" ({more_s:+.1%} of the step)"
     yield text
 
@@ -134,7 +136,7 @@ def _why(result: LayoutSearch) -> Iterator[str]:
         )
     smaller = [row for row in result.rows[1:] if row["is_pareto"]]
     for row in smaller[:_MOST_SMALLER]:
-        yield f"{_gibibytes(row)} GiB: {place(row)}, {_change(row, best)}"
+        yield f"{gibibytes(row)} GiB: {place(row)}, {_change(row, best)}"
     slower = sorted(result.neighbours.items(), key=lambda item: -item[1].row["step_s"])
     for axis, each in slower[:_MOST_REASONS]:
         row = each.row
@@ -144,7 +146,7 @@ def _why(result: LayoutSearch) -> Iterator[str]:
         if axis == "framework":  # whose fastest layout differs in more
             text = place(row)
         text += f": {_change(row, best)}, of which {name} {more:+.1%}"
-        yield f"{text}; {_gibibytes(row)} GiB"
+        yield f"{text}; {gibibytes(row)} GiB"
 
 
 def _change(row: Row, best: Row) -> str:
@@ -154,18 +156,18 @@ def _change(row: Row, best: Row) -> str:
 def _largest(other: Simulated, best: Simulated, *, per_gpu: bool = False) -> tuple[str, float]:
     """Return the part that differs the most, and by what share of the best step."""
     best_s = best.row["step_s"]
-    before = _parts_s(best)
+    before = parts_s(best)
     scale = best_s / other.row["step_s"] if per_gpu else 1.0
-    more = {name: scale * own - before.get(name, 0.0) for name, own in _parts_s(other).items()}
+    more = {name: scale * own - before.get(name, 0.0) for name, own in parts_s(other).items()}
     name = max(more, key=more.__getitem__)
     return name, more[name] / best_s
 
 
-def _parts_s(each: Simulated) -> Mapping[str, float]:
+def parts_s(each: Simulated) -> Mapping[str, float]:
     """Return what the step waits for, with contention apart from the computation it slows."""
     figures = each.figures
-    shares = {name: pct / 100 for name, pct in figures["shares_pct"].items()}
-    parts = {name: share * figures["step_s"] for name, share in shares.items()}
+    whole_s = figures["step_s"] / 100
+    parts = {name: pct * whole_s for name, pct in figures["shares_pct"].items()}
     parts["computation"] -= figures["contention_s"]
     return {**parts, "contention": figures["contention_s"]}
 
@@ -173,10 +175,6 @@ def _parts_s(each: Simulated) -> Mapping[str, float]:
 def _chance(row: Row) -> str:
     """Return the chance that a layout is faster than the first."""
     return "" if row["chance_faster"] is None else f"{100 * row['chance_faster']:.0f}"
-
-
-def _gibibytes(row: Row) -> str:
-    return f"{row['reserved_bytes'] / GIB:.1f}"
 
 
 def _data_ranks(row: Row) -> str:
@@ -194,7 +192,7 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     has_hops = any(row["dispatch"] for row in rows)
     return [
         *([given("gpus", COUNT, "GPUs")] if several else []),
-        given("framework", TEXT, "rules", lambda row: FRAMEWORKS[row["framework"]]),
+        given("framework", TEXT, "rules", lambda row: FRAMEWORKS[str(row["framework"])]),
         *(given(name, COUNT) for name in chosen),
         *([given("pp_schedule", TEXT, "schedule")] if has_schedules else []),
         *([given("cp_comm_type", TEXT, "cp by")] if exchanges else []),
@@ -205,7 +203,7 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
         given("step_s", NUMBER, "step", step_text),
         given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", whole("tokens_per_s_gpu")),
         given("mfu_pct", PERCENT, "MFU"),
-        given("reserved_bytes", NUMBER, "GiB", _gibibytes),
+        given("reserved_bytes", NUMBER, "GiB", gibibytes),
         given("chance_faster", NUMBER, "win %", _chance),
         given("days", PERCENT),
         given("cost", NUMBER, words=whole("cost")),

@@ -18,7 +18,7 @@ from stepmark.cases.record import Measured
 from stepmark.cases.train_words import name_of
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, nearest
-from stepmark.ground.options import Option, build, options, plain
+from stepmark.ground.options import Option, between, build, options, plain
 from stepmark.ground.read_text import read_text
 from stepmark.ground.units import format_time, parse_duration
 from stepmark.predictions import anchor_fit, framework_job
@@ -61,6 +61,7 @@ _NOT_OF_ROWS = (
     "notes",
 )
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_RATE = between(1e-6, 1e9)
 _NUDGE = 0.01  # of a factor, for the part of the critical path that is in proportion to it
 _ROUNDS = 2  # of predictions with factors, after which these are fitted anew
 
@@ -315,7 +316,8 @@ def _measured_s(inputs: Inputs, cells: Mapping[str, str], folder: Path) -> float
         return parse_duration(cells[name], name)
     if name == "log":
         return _log_s(inputs, folder / cells[name], name)
-    value = _positive(name, cells[name].removesuffix("%") if name == "mfu" else cells[name])
+    text = cells[name].removesuffix("%") if name == "mfu" else cells[name]
+    value: float = _RATE.read(text, name)
     if inputs.tokens is None:
         raise ConfigError(name, cells[name], "step: the tokens of this step are not known")
     tokens = inputs.tokens / inputs.num_ranks
@@ -341,13 +343,3 @@ def _check_peak(inputs: Inputs, measured_s: float, field: str) -> None:
     if measured_s < least_s:
         allowed = f"at least {format_time(least_s)}, the model's FLOPs at the device's peak"
         raise ConfigError(field, format_time(measured_s), allowed)
-
-
-def _positive(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(name, text, "a number above 0")
-    return value

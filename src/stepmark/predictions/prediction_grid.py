@@ -116,7 +116,7 @@ def whole(name: str) -> Callable[[Row], str]:
     return lambda row: "" if row[name] is None else f"{row[name]:,.0f}"
 
 
-def _gibibytes(row: Row) -> str:
+def gibibytes(row: Row) -> str:
     return f"{_bytes(row) / GIB:.1f}" if _bytes(row) else ""
 
 
@@ -124,7 +124,7 @@ _COLUMNS = (
     given("step_s", NUMBER, "step", step_text),
     given("tokens_per_s_gpu", NUMBER, "tokens/s/GPU", whole("tokens_per_s_gpu")),
     given("mfu_pct", PERCENT, "MFU %"),
-    given("reserved_bytes", NUMBER, "GiB", _gibibytes),
+    given("reserved_bytes", NUMBER, "GiB", gibibytes),
     given("verdict", heading="memory"),
     given("bound"),
     given("energy_per_token_j", NUMBER, "mJ/token", _millijoules),
