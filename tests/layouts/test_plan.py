@@ -420,7 +420,7 @@ def test_the_answer_comes_first() -> None:
         r"reserved\), bound by computation \([\d.]+ % of the step\).*, [\d.]+ days",
         text[1],
     )
-    searched = r"  searched \d+ layouts \(cp at most 1, more by --cp\) in \d+ s: "
+    searched = r"  searched \d+ layouts in \d+ s \(cp at most 1, more by --cp\): "
     assert re.match(rf"{searched}\d+ need more memory, \d+ sim", text[3])
     assert text[2].startswith("  by data sheet, typical host, network dgx-h100; 32 sequences")
     assert re.search(r", 90 % interval [\d.]+ m?s? ?to [\d.]+ m?s by \d+ published", text[2])

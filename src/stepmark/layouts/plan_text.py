@@ -116,7 +116,7 @@ def _searched(result: LayoutSearch) -> str:
     most_cp = max(each.candidate.parallel.cp for each in result.estimates)
     cp = "" if result.cluster.options.cp else f" (cp at most {most_cp}, more by --cp)"
     text = (
-        f"searched {result.num_layouts:,} layouts{cp} in {result.took_s:.0f} s: "
+        f"searched {result.num_layouts:,} layouts in {result.took_s:.0f} s{cp}: "
         f"{result.num_too_large:,} need more memory, {len(result.rows)} simulated (estimates "
         f"of these within {error:.1%}), others estimated"
     )
