@@ -348,13 +348,13 @@ def _text(row: Mapping[str, Any]) -> str:
 
 def _parts(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return what a layout's parts are more than another's, of the other's step."""
-    before, after = _parts_s(other), _parts_s(row)
+    before, after = parts_s(other), parts_s(row)
     return ", ".join(
         f"{name} {(after[name] - before[name]) / other['step_s']:+.1%}" for name in before
     )
 
 
-def _parts_s(row: Mapping[str, Any]) -> dict[str, float]:
+def parts_s(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of a step by what it waits for; computing has the rest."""
     waiting = {
         "exposed communication": row["exposed_comm_s"],

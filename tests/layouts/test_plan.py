@@ -298,6 +298,7 @@ def test_anchors_of_a_plan_are_predicted_as_its_rows(framework: str, tmp_path: P
         ("tp,mbs,ckpt", {}, "give a column pp"),
         ("tp,pp,ckpt", {}, "give a column mbs"),
         ("tp,pp,mbs", {}, "give a column recompute"),
+        ("tp,pp,mbs,ckpt", {"cp": (2,), "cp_comm_type": ("a2a",)}, "a column cp_comm_type"),
         ("tp,pp,mbs,ckpt", {"gpus": (16, 32)}, "give a column nproc"),
         ("tp,pp,mbs,ckpt", {"framework": "both"}, "it must be megatron or pytorch, since"),
     ],
@@ -321,7 +322,7 @@ def test_a_log_is_no_anchor_of_a_plan(tmp_path: Path) -> None:
 
 
 def test_contention_is_not_computation() -> None:
-    """Replicas have the same computation, which messages of fewer ranks slow less or more."""
+    """Replicas change computation by the shards of the optimizer alone, and contention more."""
     own = options(framework="pytorch", tp=(1,), pp=(1,), mbs=(1,), gpus=(64,), gbs=64)
     result = search(dataclasses.replace(own, recompute=("none",), top=20), 64)
     parts = [parts_s(each) for each in result.simulated]
@@ -329,7 +330,7 @@ def test_contention_is_not_computation() -> None:
     assert max(own["contention"] for own in parts) > 0
     for each, parts_of in zip(result.simulated, parts, strict=True):
         assert sum(parts_of.values()) == pytest.approx(each.row["step_s"], rel=1e-6)
-        assert parts_of["computation"] == pytest.approx(parts[0]["computation"], rel=0.02)
+        assert parts_of["computation"] == pytest.approx(parts[0]["computation"], rel=0.05)
 
 
 def test_the_other_framework_has_its_own_degrees() -> None:

@@ -65,7 +65,6 @@ _RATE = between(1e-6, 1e9)
 _NUDGE = 0.01  # of a factor, for the part of the critical path that is in proportion to it
 _ROUNDS = 2  # of predictions with factors, after which these are fitted anew
 
-RANKS = ("nproc", "world_size")
 StepOf = Callable[[Inputs], SteadyStep]
 Varied = Mapping[str, Set[str]]  # columns that state an option, by its name
 AnyOptions = PredictOptions | FrameworkJob
@@ -153,7 +152,7 @@ def columns_of(varied: Iterable[Option]) -> Varied:
     return {
         option.name: {
             *(_name(word) for word in (option.name, *option.words)),
-            *((DP,) if option.name in RANKS else ()),
+            *((DP,) if option.name in ("nproc", "world_size") else ()),
         }
         for option in varied
     }
