@@ -102,8 +102,10 @@ def _figures(best: Simulated, device_bytes: int | None) -> str:
     figures += [f"{row['tokens_per_s_gpu']:,.0f} tokens/s/GPU"]
     if row["mfu_pct"] is not None:
         figures += [f"{row['mfu_pct']:.1f} % MFU (causal)"]
-    figures += [fit_text(row["verdict"], row["reserved_bytes"], device_bytes)]
-    figures += [limit_text(best.figures)]
+    figures += [
+        fit_text(row["verdict"], row["reserved_bytes"], device_bytes),
+        limit_text(best.figures),
+    ]
     if row["days"] is not None:
         figures += [f"{row['days']:,.1f} days"]
     if row["cost"] is not None:
@@ -141,12 +143,12 @@ def _why(result: LayoutSearch) -> Iterator[str]:
     for axis, each in slower[:_MOST_REASONS]:
         row = each.row
         name, more = _largest(each, result.best)
-        values = (str(own[axis] or _UNNAMED[axis]) for own in (row, best))
-        text = f"{axis} {' instead of '.join(values)}"
+        values = " instead of ".join(str(own[axis] or _UNNAMED[axis]) for own in (row, best))
+        text = f"{axis} {values}"
         if axis == "framework":  # whose fastest layout differs in more
             text = place(row)
-        text += f": {_change(row, best)}, of which {name} {more:+.1%}"
-        yield f"{text}; {gibibytes(row)} GiB"
+        change = f"{_change(row, best)}, of which {name} {more:+.1%}"
+        yield f"{text}: {change}; {gibibytes(row)} GiB"
 
 
 def _change(row: Row, best: Row) -> str:
