@@ -74,10 +74,11 @@ class OpFigures(Figures):
         known = [count for count in counts if count is not None]
         return sum(known) if known else None
 
-    @property
-    def max_rel_err(self) -> float | None:
+    def error(self, name: str) -> float | None:
+        """Return the largest error of a kind, or its limit, over ranks and launches."""
         checks = (check for record in self.records for check in self.own(record.checks))
-        return max((check.max_rel_err for check in checks), default=None)
+        values = (getattr(check, name) for check in checks)
+        return max((value for value in values if value is not None), default=None)
 
     @property
     def rate(self) -> str:
@@ -209,7 +210,9 @@ class OpFigures(Figures):
     @property
     def validity(self) -> str | None:
         needs_no_sets = self.record.samples.method.startswith(("event-flush", "event-hot"))
-        return validity(
+        checks = (check for record in self.records for check in self.own(record.checks))
+        dtypes = dict.fromkeys(check.result_dtype for check in checks if check.result_dtype)
+        doubts = validity(
             [record.telemetry for record in self.records],
             self.spread_pct,
             self.launch_spread_pct,
@@ -218,6 +221,8 @@ class OpFigures(Figures):
             pct_ceiling=self.pct_ceiling if self.rank is None else None,
             in_cache=bool(self._fits_caches(DEFEATED_CACHES)) and not needs_no_sets,
         )
+        of_types = [f"result is {dtype}" for dtype in dtypes]
+        return ", ".join([*([doubts] if doubts else []), *of_types]) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +372,12 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("ceiling_unit", figure(lambda f: f.ceiling and f.ceiling[1])),
     Column("pct_ceiling", figure(lambda f: f.pct_ceiling), PERCENT, "% ceiling", SHOWN, 4),
     Column("bound", figure(lambda f: f.bound), views=SHOWN, leaves=6),
-    Column("max_rel_err", figure(lambda f: f.max_rel_err), ERROR, "rel. err", SHOWN, 5),
+    Column(
+        "max_rel_err", figure(lambda f: f.error("max_rel_err")), ERROR, "rel. err", SHOWN, 5
+    ),
+    Column("tolerance", figure(lambda f: f.error("tolerance")), ERROR),
+    Column("rms_err", figure(lambda f: f.error("rms_err")), ERROR),
+    Column("rms_tolerance", figure(lambda f: f.error("rms_tolerance")), ERROR),
     Column("num_wrong", figure(lambda f: f.num_wrong), COUNT, "#wrong", PAGE),
     Column("clock_mhz", figure(lambda f: f.clock_mhz), NUMBER, "MHz", PAGE),
     Column("power_w", figure(lambda f: f.state("power_w")), NUMBER, "W", PAGE),

@@ -8,7 +8,13 @@ from stepmark.ground.grouping import group_by
 from stepmark.ground.units import format_time, plural
 from stepmark.operators.op_columns import OP_COLUMNS
 from stepmark.tables.columns import COUNT, SECONDS, SHARE, Row, given, number, text
-from stepmark.tables.row_tables import print_lines, print_rows, unique_cases, validity_counts
+from stepmark.tables.row_tables import (
+    describe,
+    print_lines,
+    print_rows,
+    unique_cases,
+    validity_counts,
+)
 from stepmark.tables.table import Table
 
 if TYPE_CHECKING:
@@ -20,7 +26,22 @@ _STEP = ("model", "mbs", "scale", "num_ranks")
 def print_operators(rows: Sequence[Row], console: "Console") -> None:
     """Print the rows, the operators of each step, and how many rows are doubtful."""
     print_rows(rows, console, OP_COLUMNS)
-    print_lines((*step_lines(rows), *doubtful_lines(rows)), console)
+    print_lines((*wrong_lines(rows), *step_lines(rows), *doubtful_lines(rows)), console)
+
+
+def wrong_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the errors of each wrong result, with their limits."""
+    kinds = (("largest", "max_rel_err", "tolerance"), ("rms", "rms_err", "rms_tolerance"))
+    for row in unique_cases(rows):
+        if row["status"] == "wrong":
+            errors = (
+                f"{name} error {error:.1e} (limit {limit:.1e})"
+                for name, column, of_limit in kinds
+                if (error := number(row, column)) is not None
+                and (limit := number(row, of_limit)) is not None
+                and error > limit
+            )
+            yield f"wrong  {describe(row)}: {', '.join(errors)}"
 
 
 def doubtful_lines(rows: Sequence[Row]) -> list[str]:

@@ -15,9 +15,18 @@ from torch import Tensor
 
 from stepmark.cases.case import OpCase
 from stepmark.cases.record import Check
+from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring.ranks import Ranks
-from stepmark.measuring.verify import TORCH_DTYPE, compare, merge, poison, tolerance
+from stepmark.measuring.verify import (
+    TORCH_DTYPE,
+    UNIT_ROUNDOFF,
+    Tolerance,
+    compare,
+    merge,
+    poison,
+    tolerance,
+)
 from stepmark.model.ops import Custom
 from stepmark.model.ops.custom import digest_of
 from stepmark.operators.bench.call import Call, Impl, set_matmul_precision
@@ -26,6 +35,7 @@ from stepmark.workloads.user_function import find_function, load_module, reporte
 
 _NO_HINTS: Mapping[str, str] = MappingProxyType({})
 _CHUNK = 2**24  # elements of a result that are compared at a time
+_ROUNDOFF_8_BITS = {TORCH_DTYPE[dtype]: UNIT_ROUNDOFF[dtype] for dtype in DType if dtype.is_fp8}
 
 
 def completed(case: OpCase, op: Custom, ranks: Ranks) -> OpCase:
@@ -123,12 +133,18 @@ def _check(name: str, op: Custom, built: CustomOp) -> Check:
     if (shapes := _shapes(results)) != (allowed := _shapes(expected)):
         raise ConfigError(f"{name}: result of call", shapes, f"{allowed}, as the reference's")
     longest = max(itertools.chain((1,), *(t.shape for t in (*operands, *results))))
-    limit = built.tolerance
-    if limit is None:
-        limit = tolerance(op.dtype, length=longest, roundings=4)
+    by_type = tolerance(op.dtype, length=longest, roundings=4)
+    limit = by_type if built.tolerance is None else Tolerance(built.tolerance)
     check = merge(map(functools.partial(_compared, limit=limit), results, expected))
     _restore(operands, before)
-    return check
+    return dataclasses.replace(check, result_dtype=_other_dtype(op, results))
+
+
+def _other_dtype(op: Custom, results: Iterable[Tensor]) -> str:
+    """Return the type of a result that is wider or narrower than the case's; "" of none."""
+    floats = {t.dtype for t in results if t.is_floating_point()}
+    others = set() if op.dtype.is_narrow else floats - {TORCH_DTYPE[op.dtype]}
+    return " ".join(sorted(str(dtype).removeprefix("torch.") for dtype in others))
 
 
 def _poison_result(name: str, built: CustomOp, operands: Iterable[Tensor]) -> None:
@@ -139,8 +155,11 @@ def _poison_result(name: str, built: CustomOp, operands: Iterable[Tensor]) -> No
             poison(tensor)
 
 
-def _compared(out: Tensor, ref: Tensor, limit: float) -> Check:
+def _compared(out: Tensor, ref: Tensor, limit: Tolerance) -> Check:
     """Compare all elements, some at a time, with the error scale of the whole result."""
+    if out.dtype in _ROUNDOFF_8_BITS and limit.rms_err < math.inf:
+        stored = limit.max_rel_err + _ROUNDOFF_8_BITS[out.dtype]
+        limit = dataclasses.replace(limit, max_rel_err=stored)
     reference = f"{str(ref.dtype).removeprefix('torch.')}, all elements"
     parts = ref.detach().to(out.device).flatten().split(_CHUNK)
     squares = sum(float(part.double().square().sum()) for part in parts)
