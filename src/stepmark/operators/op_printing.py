@@ -1,6 +1,7 @@
 """Tables of measured operators, and below them what takes most of a step."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,17 @@ _STEP = ("model", "mbs", "scale", "num_ranks")
 def print_operators(rows: Sequence[Row], console: "Console") -> None:
     """Print the rows, the operators of each step, and how many rows are doubtful."""
     print_rows(rows, console, OP_COLUMNS)
-    print_lines((*wrong_lines(rows), *step_lines(rows), *doubtful_lines(rows)), console)
+    print_lines((*wrong_lines(rows), *missing_launches(rows)), console)
+    print_lines((*step_lines(rows), *doubtful_lines(rows)), console)
+
+
+def missing_launches(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield which launches of measured cases have no samples, and why."""
+    measured = (row for row in unique_cases(rows) if row["launches"])
+    counts = Counter(text(row, "message") for row in measured)
+    for message, count in counts.items():
+        if message.startswith("launch "):
+            yield f"not measured, of {plural(count, 'case')}: {message}"
 
 
 def wrong_lines(rows: Sequence[Row]) -> Iterator[str]:
