@@ -6,15 +6,18 @@ from typing import Any
 import pytest
 
 from stepmark.cases.case import OpCase
+from stepmark.cases.training import CompileScope
 from stepmark.cli.main import status
 from stepmark.ground.dtypes import DType
 from stepmark.ground.options import plain
 from stepmark.measuring.machine import machine
 from stepmark.model.device import find_device_by_alias
-from stepmark.model.ops import Gemm
+from stepmark.model.ops import Attention, Copy, Gemm, Phase
 from stepmark.operators.op_options import LAYER, LayerOptions
 from stepmark.operators.op_plan import layer_cases
+from stepmark.predictions.costs import SheetCosts
 from stepmark.runs import op_table
+from stepmark.step.workload import ComputeOp
 from stepmark.tables.columns import number
 
 MODELS = ("llama-3.1-8b", "deepseek-v3", "gpt-oss-20b", "qwen3-next-80b-a3b")
@@ -99,6 +102,38 @@ def test_equal_operators_are_counted_in_all_their_places() -> None:
     assert cost is not None
     assert step.time_s is not None
     assert share == pytest.approx(100 * 64 * cost.total_s / step.time_s), "predicted times"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_costs_are_those_of_predict(compiled: bool) -> None:
+    ops = {case.op for case in steps_and_cases(model="llama-3.1-8b")[1]}
+    (step,), _ = steps_and_cases(model="llama-3.1-8b")
+    sheet = SheetCosts(step.device, {} if compiled else {"compile": CompileScope.NONE})
+    for op in ops:
+        if not isinstance(op, Attention | Copy):
+            cost = op_table.predicted(op, "compile" if compiled else "torch", step.device)
+            of_predict = sheet(ComputeOp(op=op, phase=Phase.FWD, module=""))
+            assert cost is not None
+            assert of_predict is not None
+            assert cost.total_s == of_predict.total_s
+            assert cost.total_s > 1.01 * (op_table.least_s(op, step.device) or 0)
+    attention = next(op for op in ops if isinstance(op, Attention))
+    assert op_table.predicted(attention, "math", step.device) is None
+    assert op_table.predicted(Copy(num_bytes=2**30), "torch", step.device) is None
+
+
+def test_the_step_has_its_predicted_time_and_what_its_optimizer_owns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["all", "deepseek-v3", "--device", "h200", "--dry-run"]
+    for layout, owned in (([], "671 B"), (["--ep", "8", "--dp-shard", "64"], "10.48 B")):
+        assert status(["op", *words, *layout]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert f"Its AdamW updates {owned} parameters (--tp 1" in text
+    (step,), _ = steps_and_cases(model="deepseek-v3", ep=8, dp_shard=64)
+    row = op_table._part_row("step", 1, step.flops, step.bytes_moved, step, None)
+    assert row["predicted_s"] == step.time_s
+    assert f"{step.time_s:.4g} s" in text
 
 
 def test_what_steps_have_differently_is_unknown() -> None:

@@ -1,6 +1,6 @@
 """--dry-run: print a plan on any machine, for any device, or write it as JSON or CSV.
 
-Products and attention have the time that prediction gives them by the device's data sheet.
+Operators have the time that prediction gives them by the device's data sheet.
 """
 
 import sys
@@ -15,6 +15,8 @@ from stepmark.cases.record import AnyCase
 from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import load
+from stepmark.ground.packages import require
 from stepmark.ground.units import MIB, TFLOP, format_bytes, plural
 from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
@@ -33,14 +35,16 @@ Row = dict[str, Any]
 
 def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = None) -> None:
     """Print the cases of a plan for this machine, or write them to --json and --csv."""
-    cases = [entry.case for entry in plan.entries if entry.launch == 1]
+    own = [_planned(entry.case) for entry in plan.entries if entry.launch == 1]
+    cases = [case for case, _ in own]
+    unknown = filter(None, (reason for _, reason in own))
     device = find_device(here.name)
     steps = op_table.steps_of(plan.options, here) if plan.command == "op" else []
     planned = [(case, row) for case in cases for row in _rows(case, device, steps)]
     rows = [row for _, row in planned]
     is_predicted = any(row.get("predicted_s") for row in rows)
     source = [f"predicted times are {by_sheet(device)}"] if device and is_predicted else []
-    for note in (*plan.notes, *source):
+    for note in (*plan.notes, *source, *dict.fromkeys(unknown)):
         sys.stderr.write(f"# {note}\n")
     for target, write in ((json, write_json), (csv, write_csv)):
         if target:
@@ -61,6 +65,22 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
         f"in {launches} launches" if is_repeated else "",
     )
     sys.stderr.write(f"{', '.join(filter(None, counts))}; none was run\n")
+
+
+def _planned(case: AnyCase) -> tuple[AnyCase, str]:
+    """Return a case of your own operator with its work, or why that is unknown.
+
+    Its function may need a device; one that does not exist, or lacks an argument, is refused.
+    """
+    if not isinstance(case, OpCase) or not isinstance(case.op, Custom):
+        return case, ""
+    try:
+        require("torch")
+        return load("stepmark.operators.bench.custom:planned")(case, case.op), ""
+    except ConfigError as error:
+        if error.field == "function":
+            raise
+        return case, f"at least is unknown without a device: {error}"
 
 
 def _rows(
@@ -102,7 +122,7 @@ def _operator_row(
 
 
 def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
-    """Return the time of a product or of attention, its rate, and what bounds it."""
+    """Return the predicted time of an operator, its rate, and what bounds it."""
     cost = op_table.predicted(case.op, case.backend, device)
     if device is None or cost is None:
         return dict.fromkeys(("predicted_s", "predicted_tflops", "bound"))

@@ -2,7 +2,7 @@
 
 The least time of an operator is that of its FLOPs at the device's peak or of its bytes at the
 memory's bandwidth, whichever is longer; a step's is the sum, without communication. Shares are
-of predicted times, and of least ones where nothing is predicted.
+of the times that `stepmark predict` gives the same operators.
 """
 
 import math
@@ -24,13 +24,24 @@ from functools import cached_property
 from typing import Any
 
 from stepmark.cases.case import Label, OpCase
+from stepmark.cases.training import CompileScope
 from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.grouping import group_by
 from stepmark.ground.options import build
 from stepmark.ground.units import format_time
 from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
-from stepmark.model.ops import FAMILY_OF, Op, Phase
+from stepmark.model.ops import (
+    FAMILY_OF,
+    Copy,
+    Custom,
+    EmbeddingBag,
+    HostCopy,
+    Mlp,
+    Op,
+    Optimizer,
+    Phase,
+)
 from stepmark.model.ops.backends import BACKENDS, usual
 from stepmark.operators.op_options import FamilyOptions, LayerOptions, options_class
 from stepmark.operators.op_plan import capabilities, model_shapes
@@ -40,13 +51,16 @@ from stepmark.step.workload import ComputeOp, Kernel
 from stepmark.tables.columns import BYTES, COUNT, FLOPS, SECONDS, SHARE, Column, Row, text
 from stepmark.tables.row_tables import fitting
 from stepmark.tables.table import Table
-from stepmark.timeline.ledger import Work, work_of_op
 from stepmark.timeline.step_cost import OpCost
 from stepmark.workloads.operators import ModelShape, StepPart, step_parts
 
 _WIDTH = 80
 _MAX_OPERATOR = 22  # characters of the places of an operator
-_SHARE_TEXT = "Of time: of predicted times, and of least ones where none is predicted."
+_SHARE_TEXT = (
+    "Of time: of the step's predicted time, each operator by its fastest backend, without the "
+    "communication, gradient clipping, casts and idle time that stepmark predict has."
+)
+_UNPREDICTED = (Copy, Custom, EmbeddingBag, HostCopy, Mlp)  # prediction has no law of these
 _PASSES = {"optim": ""}  # an optimizer's role says it
 
 
@@ -94,9 +108,8 @@ class Step:
 
     def time_s_of_op(self, op: Op | Kernel) -> float | None:
         """Return the predicted time by the fastest backend, else the least time."""
-        if isinstance(op, Kernel):
-            return least_s(op, self.device)
-        costs = (predicted(op, backend, self.device) for backend in self.backends_of(op))
+        backends = ("",) if isinstance(op, Kernel) else self.backends_of(op)
+        costs = (predicted(op, backend, self.device) for backend in backends)
         times = [cost.total_s for cost in costs if cost]
         return min(times) if times else least_s(op, self.device)
 
@@ -127,15 +140,16 @@ def least_s(op: Op | Kernel, device: DeviceSpec | None) -> float | None:
     return None if device is None else roofline_time(op, device)
 
 
-def predicted(op: Op, backend: str, device: DeviceSpec | None) -> OpCost | None:
-    """Return the time of a product or of attention; None of others, and without a law."""
-    compute = ComputeOp(op=op, phase=Phase.FWD, module="")
+def predicted(op: Op | Kernel, backend: str, device: DeviceSpec | None) -> OpCost | None:
+    """Return the time that `stepmark predict` gives the operator; None without a law."""
     # Attention by products of all pairs ("math") is timed by no law of fused kernels.
-    is_timed = work_of_op(compute) in (Work.MATMUL, Work.ATTENTION) and backend != "math"
-    if device is None or not is_timed:
+    if device is None or backend == "math" or isinstance(op, _UNPREDICTED):
         return None
     kernel = {"varlen": AttentionKernel.FLASH}.get(backend, backend)
-    return SheetCosts(device, {"attention_backend": kernel})(compute)
+    settings: dict[str, object] = {"attention_backend": kernel}
+    if backend == "torch":
+        settings["compile"] = CompileScope.NONE
+    return SheetCosts(device, settings)(ComputeOp(op=op, phase=Phase.FWD, module=""))
 
 
 def _flops_of(work: Mapping[Op | Kernel, int]) -> int:
@@ -189,7 +203,7 @@ def lines(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> Itera
     yield from _table(rows, _columns(rows, steps))
     if any(step.time_s is not None for step in steps):
         yield ""
-        yield _SHARE_TEXT
+        yield from textwrap.wrap(_SHARE_TEXT, _WIDTH)
     if notes := _backend_text([case for case, _ in planned]):
         yield ""
         yield from textwrap.wrap(notes, _WIDTH)
@@ -205,7 +219,7 @@ def _step_lines(step: Step) -> Iterator[str]:
     else:
         time = format_time(step.least_s)
         answer = f"takes at least {time} on {step.device.key}, without communication"
-    yield from textwrap.wrap(f"{what}: a step of one rank {answer}.", _WIDTH)
+    yield from textwrap.wrap(f"{what}: a step of one rank {answer}. {_owned(step)}", _WIDTH)
     yield ""
     several = len(step.parts) > 2
     parts = [(f"layer ({p.name})" if several else "layer", p) for p in step.parts if p.name]
@@ -218,6 +232,19 @@ def _step_lines(step: Step) -> Iterator[str]:
     yield from _table(rows, [Column("part"), *_work_columns([step])])
 
 
+def _owned(step: Step) -> str:
+    """Return how many parameters the step's optimizer updates, which the sharding decides."""
+    num_params = sum(
+        part.times * count * op.num_params
+        for part in step.parts
+        for op, count in part.work.items()
+        if isinstance(op, Optimizer)
+    )
+    axes = step.shape.layout.axes
+    layout = f"--tp {axes.tp} --ep {axes.ep} --dp-shard {axes.dp_shard}"
+    return f"Its AdamW updates {num_params / 1e9:.4g} B parameters ({layout})."
+
+
 def _part_row(
     name: str, times: int, flops: int, bytes_moved: int, step: Step, part: StepPart | None
 ) -> Row:
@@ -228,6 +255,7 @@ def _part_row(
         "flops": flops,
         "bytes_moved": bytes_moved,
         "least_s": time_s,
+        "predicted_s": step.time_s_of(part.work) if part else step.time_s,
         "share_of_step_pct": step.share_pct(part.work, times) if part else 100.0,
     }
 
@@ -274,6 +302,7 @@ def _other_rows(planned: Sequence[tuple[OpCase, Row]], step: Step) -> Iterator[R
         "flops": _flops_of(work),
         "bytes_moved": _bytes_of(work),
         "least_s": step.least_s_of_work(work),
+        "predicted_s": step.time_s_of(work),
         "share_of_step_pct": step.share_pct(work),
     }
 
@@ -305,9 +334,7 @@ def _columns(rows: Sequence[Row], steps: Sequence[Step]) -> list[Column[Any]]:
         for name in ("model", "mbs", "dtype", "rate")
         if len({row[name] for row in rows} - {"", None}) > 1
     ]
-    predicted: Column[Any] = Column("predicted_s", unit=SECONDS, heading="predicted", leaves=1)
-    *work, share = _work_columns(steps)
-    return [*apart, Column("operator"), Column("shape", words=_shape), *work, predicted, share]
+    return [*apart, Column("operator"), Column("shape", words=_shape), *_work_columns(steps)]
 
 
 def _shape(row: Row) -> str:
@@ -343,6 +370,7 @@ def _work_columns(steps: Sequence[Step]) -> list[Column[Any]]:
         Column("flops", unit=FLOPS, heading="FLOPs", leaves=5),
         Column("bytes_moved", unit=BYTES, heading="moved", leaves=4),
         Column("least_s", unit=SECONDS, heading="at least", leaves=3),
+        Column("predicted_s", unit=SECONDS, heading="predicted", leaves=1),
         Column("share_of_step_pct", unit=SHARE, heading="of time" if of_time else "of FLOPs"),
     ]
 

@@ -46,15 +46,7 @@ def completed(case: OpCase, op: Custom, ranks: Ranks) -> OpCase:
     problem: ConfigError | None = None
     try:
         _check_unedited(op)
-        built = _build(op, case.backend, ranks.device)
-        tensors = _tensors(built.operands)
-        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        op = dataclasses.replace(
-            op,
-            flops=built.flops,
-            bytes_moved=built.bytes_moved,
-            memory_bytes=sum(sizes.values()),
-        )
+        op = _with_work(op, case.backend, ranks.device)
     except ConfigError as error:
         # Without memory the case fails alone, when it is measured.
         is_memory = isinstance(error.__cause__, torch.OutOfMemoryError)
@@ -63,6 +55,23 @@ def completed(case: OpCase, op: Custom, ranks: Ranks) -> OpCase:
         if other is not None:
             raise other
     return dataclasses.replace(case, op=op)
+
+
+def planned(case: OpCase, op: Custom) -> OpCase:
+    """Return the case as `completed` does, by operands without data. Raises ConfigError."""
+    return dataclasses.replace(case, op=_with_work(op, case.backend, torch.device("meta")))
+
+
+def _with_work(op: Custom, backend: str, device: torch.device) -> Custom:
+    built = _build(op, backend, device)
+    storages = (tensor.untyped_storage() for tensor in _tensors(built.operands))
+    sizes = {storage._cdata: storage.nbytes() for storage in storages}  # a view has its base's
+    return dataclasses.replace(
+        op,
+        flops=built.flops,
+        bytes_moved=built.bytes_moved,
+        memory_bytes=sum(sizes.values()),
+    )
 
 
 def _check_unedited(op: Custom) -> None:
