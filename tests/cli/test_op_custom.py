@@ -128,7 +128,9 @@ def test_a_plan_says_why_it_does_not_know_the_work(
     (row,) = json.loads(out)
     unknown = ("flops", "bytes_moved", "memory_bytes", "least_s", "predicted_s")
     assert [row[name] for name in unknown] == [None] * 5
-    assert "# at least is unknown without a device: kernel.py:build kernel.py:9 in build" in err
+    assert (
+        "# at least is unknown without a device: kernel.py:build 'kernel.py:9 in build'" in err
+    )
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], CPU])

@@ -56,8 +56,8 @@ def test_functions_that_different_clocks_timed_have_a_ratio_and_a_note(
     out = capsys.readouterr().out
     assert "4.000" in out
     assert (
-        "tokens=1: eager by event-rotate, fused by graph-rotate: only a graph is without the "
-        "host's launch overhead" in out
+        "tokens=1: eager by event-rotate/2, fused by graph-rotate/2: only a graph is without "
+        "the host's launch overhead" in out
     )
 
 

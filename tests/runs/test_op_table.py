@@ -33,14 +33,14 @@ def steps_and_cases(**options: Any) -> tuple[list[op_table.Step], list[OpCase]]:
 def test_products_and_attention_of_the_plan_are_those_of_the_step(model: str) -> None:
     (step,), cases = steps_and_cases(model=model)
     ops = {case.op for case in cases}
-    of_plan = sum(step.calls(op) * op.flops for op in ops)
+    of_plan = sum(step.work[op] * op.flops for op in ops)
     of_kernels = sum(
         part.times * count * (op.flops or 0)
         for part in step.parts
         for op, count in part.work.items()
         if hasattr(op, "name")
     )
-    assert of_plan + of_kernels == step.flops > 0
+    assert of_plan + of_kernels == op_table._flops_of(step.work) > 0
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -48,7 +48,7 @@ def test_the_places_of_an_operator_have_all_its_calls(model: str) -> None:
     (step,), cases = steps_and_cases(model=model)
     for case in cases:
         calls = sum(label.per_step or 0 for label in case.labels)
-        assert calls == step.calls(case.op), case
+        assert calls == step.work[case.op], case
 
 
 def test_a_dense_step_has_six_flops_per_weight_and_token() -> None:
@@ -59,7 +59,9 @@ def test_a_dense_step_has_six_flops_per_weight_and_token() -> None:
     pairs = 2 * 8192 * 8193 // 2
     attention = 32 * 12 * pairs * 4096
     # The pairs of a token with itself are counted as halves.
-    assert step.flops == pytest.approx(6 * in_products * tokens + attention, rel=1e-4)
+    assert op_table._flops_of(step.work) == pytest.approx(
+        6 * in_products * tokens + attention, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -72,7 +74,7 @@ def test_rows_add_up_to_the_step(model: str) -> None:
     assert rows[-1]["operator"] == "other operators"
     in_step = [row for row in rows if row["calls_per_step"]]
     assert sum(number(row, "share_of_step_pct") or 0 for row in rows) == pytest.approx(100)
-    for name, whole in (("flops", step.flops), ("least_s", step.least_s)):
+    for name, whole in (("flops", op_table._flops_of(step.work)), ("least_s", step.least_s)):
         parts = [
             (number(row, "calls_per_step") or 0) * (number(row, name) or 0) for row in in_step
         ]
@@ -96,7 +98,7 @@ def test_equal_operators_are_counted_in_all_their_places() -> None:
     (step,), cases = steps_and_cases(model="llama-3.1-8b")
     gate = Gemm(m=8192, n=14336, k=4096, dtype=DType.BF16)
     assert gate in {case.op for case in cases}
-    assert step.calls(gate) == 64
+    assert step.work[gate] == 64
     share = op_table._in_steps(gate, [step])["share_of_step_pct"]
     cost = op_table.predicted(gate, "torch", step.device)
     assert cost is not None
@@ -131,7 +133,7 @@ def test_the_step_has_its_predicted_time_and_what_its_optimizer_owns(
         text = " ".join(capsys.readouterr().out.split())
         assert f"Its AdamW updates {owned} parameters (--tp 1" in text
     (step,), _ = steps_and_cases(model="deepseek-v3", ep=8, dp_shard=64)
-    row = op_table._part_row("step", 1, step.flops, step.bytes_moved, step, None)
+    row = op_table._part_row("step", 1, step.work, step)
     assert row["predicted_s"] == step.time_s
     assert f"{step.time_s:.4g} s" in text
 
@@ -149,7 +151,7 @@ def test_what_steps_have_differently_is_unknown() -> None:
 def test_the_time_of_a_step_is_that_of_its_parts() -> None:
     (step,), _ = steps_and_cases(model="deepseek-v3", ep=8)
     assert [part.times for part in step.parts] == [3, 58, 1]
-    parts = [(step.least_s_of(part) or 0) * part.times for part in step.parts]
+    parts = [(step.least_s_of(part.work) or 0) * part.times for part in step.parts]
     assert step.least_s == pytest.approx(sum(parts))
     assert find_device_by_alias("h200") is step.device
 

@@ -96,17 +96,16 @@ def poisoned_result(run: Callable[[], object]) -> tuple[Tensor, ...]:
     The allocator reuses the memory, so that a kernel that writes nothing cannot return the
     right values of an earlier call.
     """
-    first = run()
-    for tensor in (first,) if isinstance(first, Tensor) else tuple(_tensors(first)):
+    for tensor in tensors_of(run()):
         poison(tensor)
-    del first
-    result = run()
-    return (result,) if isinstance(result, Tensor) else tuple(_tensors(result))
+    del tensor
+    return tensors_of(run())
 
 
-def _tensors(values: object) -> Iterable[Tensor]:
-    assert isinstance(values, tuple | list)
-    return (value for value in values if isinstance(value, Tensor))
+def tensors_of(result: object) -> tuple[Tensor, ...]:
+    """Return the tensors of what a call returns: one, or some of several values."""
+    values = result if isinstance(result, tuple | list) else (result,)
+    return tuple(value for value in values if isinstance(value, Tensor))
 
 
 def compare(
@@ -132,33 +131,29 @@ def compare(
     error = (out64 - ref64).abs()
     relative = torch.where(error == 0, 0.0, error / scale)
     relative = torch.where(out64.isfinite() & ref64.isfinite(), relative, math.inf)
-    num_wrong = int((relative > limit.max_rel_err).sum())
-    rms_err = None
-    if relative.numel() >= _MIN_ELEMENTS and limit.rms_err < math.inf:
-        rms_err = _rms_err(out, ref64, error, least)
-        num_wrong = num_wrong if rms_err <= limit.rms_err else relative.numel()
+    is_judged = relative.numel() >= _MIN_ELEMENTS and limit.rms_err < math.inf
+    rms_err = _rms_err(out, ref64, error, least) if is_judged else None
+    is_off = rms_err is not None and rms_err > limit.rms_err
     return Check(
         max_rel_err=float(relative.max()) if relative.numel() else 0.0,
         tolerance=limit.max_rel_err,
-        num_wrong=num_wrong,
+        num_wrong=relative.numel() if is_off else int((relative > limit.max_rel_err).sum()),
         num_compared=relative.numel(),
         reference=reference_name,
         rms_err=rms_err,
-        rms_tolerance=None if rms_err is None else limit.rms_err,
+        rms_tolerance=limit.rms_err if is_judged else None,
     )
 
 
 def _rms_err(out: Tensor, ref64: Tensor, error: Tensor, least: Tensor) -> float:
     """Return the error beyond that of the exact result, rounded to the type of `out`."""
-    narrow = out.element_size() == 1
-    rounded = (ref64.float() if narrow else ref64).to(out.dtype)
-    storing = ((rounded.float() if narrow else rounded).double() - ref64).abs()
+    # fp8 has no direct conversion to fp64 everywhere.
+    storing = (ref64.float().to(out.dtype).float().double() - ref64).abs()
     storing = torch.where(storing.isfinite(), storing, error)  # a value beyond the type's range
     excess = float((error.square() - storing.square()).mean())
-    scale = max(float(ref64.square().mean()), float(least.square().mean()))
-    if not math.isfinite(excess):
-        return math.inf
-    return math.sqrt(max(0.0, excess) / scale) if scale else 0.0
+    # The last: of a reference that is 0 throughout.
+    scale = max(float(ref64.square().mean()), float(least.square().mean()), 1e-300)
+    return math.sqrt(max(0.0, excess) / scale) if math.isfinite(excess) else math.inf
 
 
 def finite(out: Tensor, tolerance: Tolerance) -> Check:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stepmark.cases.case import SOAK_S, Label, OpCase, Rate
-from stepmark.cases.record import Measured, Record, RunInfo
+from stepmark.cases.record import Check, Measured, Record, RunInfo
 from stepmark.ground.grouping import group_by
 from stepmark.ground.units import GB, TFLOP
 from stepmark.model.device import DeviceSpec
@@ -45,7 +45,6 @@ from stepmark.tables.outcomes import (
     Figures,
     figure,
     measured_ceilings,
-    num_wrong,
     percent,
     rank_words,
     ratio,
@@ -68,16 +67,17 @@ class OpFigures(Figures):
     def vs_median_rank(self) -> float | None:
         return None if self.rank is None else ratio(self.medians, self.rank)
 
+    @cached_property
+    def _checks(self) -> list[Check]:
+        return [check for record in self.records for check in self.own(record.checks)]
+
     @property
     def num_wrong(self) -> int | None:
-        counts = [num_wrong(record, self.rank) for record in self.records]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known else None
+        return sum(check.num_wrong for check in self._checks) if self._checks else None
 
     def error(self, name: str) -> float | None:
         """Return the largest error of a kind, or its limit, over ranks and launches."""
-        checks = (check for record in self.records for check in self.own(record.checks))
-        values = (getattr(check, name) for check in checks)
+        values = (getattr(check, name) for check in self._checks)
         return max((value for value in values if value is not None), default=None)
 
     @property
@@ -210,9 +210,8 @@ class OpFigures(Figures):
     @property
     def validity(self) -> str | None:
         needs_no_sets = self.record.samples.method.startswith(("event-flush", "event-hot"))
-        checks = (check for record in self.records for check in self.own(record.checks))
-        dtypes = dict.fromkeys(check.result_dtype for check in checks if check.result_dtype)
-        doubts = validity(
+        dtypes = dict.fromkeys(c.result_dtype for c in self._checks if c.result_dtype)
+        reasons = validity(
             [record.telemetry for record in self.records],
             self.spread_pct,
             self.launch_spread_pct,
@@ -221,8 +220,8 @@ class OpFigures(Figures):
             pct_ceiling=self.pct_ceiling if self.rank is None else None,
             in_cache=bool(self._fits_caches(DEFEATED_CACHES)) and not needs_no_sets,
         )
-        of_types = [f"result is {dtype}" for dtype in dtypes]
-        return ", ".join([*([doubts] if doubts else []), *of_types]) or None
+        of_types = (f"result is {dtype}" for dtype in dtypes)
+        return ", ".join(filter(None, (reasons, *of_types))) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

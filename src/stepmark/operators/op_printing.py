@@ -27,15 +27,21 @@ _STEP = ("model", "mbs", "scale", "num_ranks")
 def print_operators(rows: Sequence[Row], console: "Console") -> None:
     """Print the rows, the operators of each step, and how many rows are doubtful."""
     print_rows(rows, console, OP_COLUMNS)
-    print_lines((*wrong_lines(rows), *missing_launches(rows)), console)
-    print_lines((*step_lines(rows), *doubtful_lines(rows)), console)
+    print_lines(
+        (
+            *wrong_lines(rows),
+            *missing_launches(rows),
+            *step_lines(rows),
+            *doubtful_lines(rows),
+        ),
+        console,
+    )
 
 
 def missing_launches(rows: Sequence[Row]) -> Iterator[str]:
     """Yield which launches of measured cases have no samples, and why."""
-    measured = (row for row in unique_cases(rows) if row["launches"])
-    counts = Counter(text(row, "message") for row in measured)
-    for message, count in counts.items():
+    messages = (text(row, "message") for row in unique_cases(rows) if row["launches"])
+    for message, count in Counter(messages).items():
         if message.startswith("launch "):
             yield f"not measured, of {plural(count, 'case')}: {message}"
 

@@ -35,16 +35,15 @@ Row = dict[str, Any]
 
 def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = None) -> None:
     """Print the cases of a plan for this machine, or write them to --json and --csv."""
-    own = [_planned(entry.case) for entry in plan.entries if entry.launch == 1]
-    cases = [case for case, _ in own]
-    unknown = filter(None, (reason for _, reason in own))
+    first = (entry.case for entry in plan.entries if entry.launch == 1)
+    cases, unknown = zip(*map(_planned, first), strict=True)
     device = find_device(here.name)
     steps = op_table.steps_of(plan.options, here) if plan.command == "op" else []
     planned = [(case, row) for case in cases for row in _rows(case, device, steps)]
     rows = [row for _, row in planned]
     is_predicted = any(row.get("predicted_s") for row in rows)
     source = [f"predicted times are {by_sheet(device)}"] if device and is_predicted else []
-    for note in (*plan.notes, *source, *dict.fromkeys(unknown)):
+    for note in (*plan.notes, *source, *filter(None, dict.fromkeys(unknown))):
         sys.stderr.write(f"# {note}\n")
     for target, write in ((json, write_json), (csv, write_csv)):
         if target:
@@ -198,13 +197,9 @@ def _step_line(row: Row) -> str:
     if not row["messages_unknown"]:
         size = format_bytes(row["message_bytes"])
         messages = f"{row['message_calls']} messages ({size}) per rank"
-    flops = f"{_flops(row)} TFLOP per step of all ranks"
+    flops = f"{row['flops'] / TFLOP:.4g} TFLOP per step of all ranks"
     memory = f"about {memory} of memory per rank ({reserved} reserved)"
     return f"{row['command']}  # {flops}, {messages}, {memory}"
-
-
-def _flops(row: Row) -> str:
-    return f"{row['flops'] / TFLOP:.4g}"
 
 
 _LINES: dict[str, Callable[[Row], str]] = {

@@ -36,52 +36,43 @@ def show(path: Path, values: Mapping[str, Any], code: int) -> int:
 
 
 def functions(records: Sequence[Record]) -> list[Side]:
-    """Return one side per function of your own with right results, in the order measured."""
-    own = (record for record in records if record.case.family == CUSTOM)
-    sides = []
-    for name, of_name in group_by(own, lambda record: record.operator.backend).items():
-        series, notes = series_of_records(of_name)
-        if series:
-            sides.append(Side(name=name, series=tuple(_by_shape(series)), notes=notes))
-    return sides
-
-
-def _by_shape(series: Sequence[Series]) -> Iterator[Series]:
-    """Yield one series per case, without its function, which is the side's name.
+    """Return one side per function of your own with right results, in the order measured.
 
     Launches that the automatic clock timed differently are together, as in the run's table.
     """
-    for same in group_by(
-        map(_unnamed, series), lambda each: tuple(each.fields.items())
-    ).values():
-        soaks = [each.soak_s for each in same if each.soak_s is not None]
-        yield replace(
-            same[0],
-            launches={name: own for each in same for name, own in each.launches.items()},
-            starts={name: start_s for each in same for name, start_s in each.starts.items()},
-            busy=frozenset().union(*(each.busy for each in same)),
-            soak_s=min(soaks, default=None),
-        )
+    alike = (
+        replace(record, samples=replace(record.samples, method="any clock"))
+        for record in _of_functions(records)
+    )
+    sides = []
+    for name, own in group_by(alike, lambda record: record.operator.backend).items():
+        series, notes = series_of_records(own)
+        if series:
+            sides.append(Side(name=name, series=tuple(map(_unnamed, series)), notes=notes))
+    return sides
+
+
+def _of_functions(records: Sequence[Record]) -> list[Measured]:
+    return [r for r in records if isinstance(r, Measured) and r.case.family == CUSTOM]
 
 
 def _unnamed(series: Series) -> Series:
-    """Return the series without its function and its clock."""
-    left_out = ("backend", "method")
+    """Return the series without its function, which is the side's name."""
     return replace(
-        series, fields={name: v for name, v in series.fields.items() if name not in left_out}
+        series, fields={name: v for name, v in series.fields.items() if name != "backend"}
     )
 
 
 def clock_notes(records: Sequence[Record]) -> Iterator[str]:
     """Yield where functions were timed by different clocks, and what they time differently."""
-    measured = [r for r in records if isinstance(r, Measured) and r.case.family == CUSTOM]
-    for shape, own in group_by(measured, lambda r: r.operator.op.shape_text).items():
-        methods = {
-            record.operator.backend: record.samples.method.partition("/")[0] for record in own
-        }
-        if len(set(methods.values())) > 1:
-            clocks = ", ".join(f"{name} by {method}" for name, method in methods.items())
-            yield f"{shape}: {clocks}: only a graph is without the host's launch overhead"
+    shapes = group_by(_of_functions(records), lambda record: record.operator.op.shape_text)
+    for shape, own in shapes.items():
+        clocks = dict.fromkeys(f"{r.operator.backend} by {r.samples.method}" for r in own)
+        if len({record.samples.method for record in own}) > 1:
+            yield (
+                f"{shape}: {', '.join(clocks)}: only a graph is without the host's launch "
+                "overhead"
+            )
 
 
 def _compare_functions(records: Sequence[Record]) -> None:
