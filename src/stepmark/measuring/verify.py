@@ -65,9 +65,9 @@ def tolerance(dtype: DType, *, length: int = 1, roundings: int = 1) -> Tolerance
 
     max_rel_err: 4 roundoffs per rounding on the way (4: the worst of millions of elements,
     whose errors scatter by one), and 8 sqrt(length) roundoffs of the accumulator. rms_err:
-    independent roundings add up by their squares, each at most a roundoff. fp8 products
-    accumulate in about 14 bits on Hopper (DeepSeek-V3 report, section 3.5.2) and are stored as
-    bf16.
+    independent roundings add up by their squares, each at most a roundoff; half of the sum's.
+    fp8 products accumulate in about 14 bits on Hopper (DeepSeek-V3 report, section 3.5.2) and
+    are stored as bf16.
     """
     accumulator = UNIT_ROUNDOFF[DType.FP64 if dtype is DType.FP64 else DType.FP32]
     stored = UNIT_ROUNDOFF[dtype]
@@ -76,7 +76,7 @@ def tolerance(dtype: DType, *, length: int = 1, roundings: int = 1) -> Tolerance
         stored = UNIT_ROUNDOFF[DType.BF16]
     return Tolerance(
         4 * roundings * stored + 8 * math.sqrt(length) * accumulator,
-        math.sqrt(roundings) * stored + math.sqrt(length) * accumulator,
+        math.sqrt(roundings) * stored + 4 * math.sqrt(length) * accumulator,
     )
 
 

@@ -41,8 +41,11 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
     steps = op_table.steps_of(plan.options, here) if plan.command == "op" else []
     planned = [(case, row) for case in cases for row in _rows(case, device, steps)]
     rows = [row for _, row in planned]
-    is_predicted = any(row.get("predicted_s") for row in rows)
-    source = [f"predicted times are {by_sheet(device)}"] if device and is_predicted else []
+    source = (
+        [f"predicted times are {by_sheet(device)}"]
+        if device and any(row.get("predicted_s") for row in rows)
+        else []
+    )
     for note in (*plan.notes, *source, *filter(None, dict.fromkeys(unknown))):
         sys.stderr.write(f"# {note}\n")
     for target, write in ((json, write_json), (csv, write_csv)):

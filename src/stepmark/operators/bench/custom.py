@@ -155,9 +155,9 @@ def _check(name: str, op: Custom, built: CustomOp) -> Check:
 
 def _other_dtype(op: Custom, results: Iterable[Tensor]) -> str:
     """Return the type of a result that is wider or narrower than the case's; "" of none."""
-    floats = {t.dtype for t in results if t.is_floating_point()}
-    others = set() if op.dtype.is_narrow else floats - {TORCH_DTYPE[op.dtype]}
-    return " ".join(sorted(str(dtype).removeprefix("torch.") for dtype in others))
+    floats = {t.dtype for t in results if t.is_floating_point()} - {TORCH_DTYPE[op.dtype]}
+    names = (str(dtype).removeprefix("torch.") for dtype in floats)
+    return "" if op.dtype.is_narrow else " ".join(sorted(names))
 
 
 def _poison_result(name: str, built: CustomOp, operands: Iterable[Tensor]) -> None:
