@@ -15,7 +15,6 @@ from stepmark.cases.record import AnyCase
 from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.options import load
 from stepmark.ground.packages import require
 from stepmark.ground.units import MIB, TFLOP, format_bytes, plural
 from stepmark.measuring.machine import Machine
@@ -78,7 +77,9 @@ def _planned(case: AnyCase) -> tuple[AnyCase, str]:
         return case, ""
     try:
         require("torch")
-        return load("stepmark.operators.bench.custom:planned")(case, case.op), ""
+        from stepmark.operators.bench.custom import planned  # noqa: PLC0415  needs torch
+
+        return planned(case, case.op), ""
     except ConfigError as error:
         if error.field == "function":
             raise
