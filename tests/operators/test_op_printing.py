@@ -69,6 +69,10 @@ def test_a_wrong_result_has_its_errors_and_their_limits() -> None:
     assert [*wrong_lines(rows([lost], run_info()))] == [
         f"{name}: largest error inf (limit 6.2e-02)"
     ]
+    of_a_part = replace(record, checks=(replace(check, max_rel_err=0.05),))
+    assert [*wrong_lines(rows([of_a_part], run_info()))] == [
+        f"{name}: some elements are over the limits of their part"
+    ]
     assert [*wrong_lines(rows([measured(gemm(), 1e-3)], run_info()))] == []
 
 

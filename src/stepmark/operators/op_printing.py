@@ -58,7 +58,10 @@ def wrong_lines(rows: Sequence[Row]) -> Iterator[str]:
                 and (limit := number(row, of_limit)) is not None
                 and error > limit
             )
-            yield f"wrong  {describe(row)}: {', '.join(errors)}"
+            # Parts of a result may have limits of their own, of which a row has the loosest.
+            yield f"wrong  {describe(row)}: " + (
+                ", ".join(errors) or "some elements are over the limits of their part"
+            )
 
 
 def doubtful_lines(rows: Sequence[Row]) -> list[str]:
