@@ -105,8 +105,9 @@ def test_a_bad_contract_ends_the_run_before_the_first_case(
 
 
 def test_a_plan_has_the_work_and_the_least_time_of_a_device_that_is_not_here(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "kernel.py").write_text(f"{FILE}\nprint('loaded')\n")
     words = ["op", "custom", "kernel.py:build", "--arg", "n=1048576", "--dry-run"]
     assert status([*words, "--device", "h200", "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)

@@ -3,6 +3,7 @@
 Operators have the time that prediction gives them by the device's data sheet.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,7 +80,8 @@ def _planned(case: AnyCase) -> tuple[AnyCase, str]:
         require("torch")
         from stepmark.operators.bench.custom import planned  # noqa: PLC0415  needs torch
 
-        return planned(case, case.op), ""
+        with contextlib.redirect_stdout(sys.stderr):  # what a user's file prints is no row
+            return planned(case, case.op), ""
     except ConfigError as error:
         if error.field == "function":
             raise

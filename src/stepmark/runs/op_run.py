@@ -65,8 +65,9 @@ def _unnamed(series: Series) -> Series:
 
 def clock_notes(records: Sequence[Record]) -> Iterator[str]:
     """Yield where functions were timed by different clocks, and what they time differently."""
-    shapes = group_by(_of_functions(records), lambda record: record.operator.op.shape_text)
-    for shape, own in shapes.items():
+    for shape, own in group_by(
+        _of_functions(records), lambda record: record.operator.op.shape_text
+    ).items():
         clocks = dict.fromkeys(f"{r.operator.backend} by {r.samples.method}" for r in own)
         if len({record.samples.method for record in own}) > 1:
             yield (
