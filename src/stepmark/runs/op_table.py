@@ -206,8 +206,10 @@ def _owned(step: Step) -> str:
     """Return how many parameters the step's optimizer updates, which the sharding decides."""
     updates = (op.num_params * n for op, n in step.work.items() if isinstance(op, Optimizer))
     axes = step.shape.layout.axes
-    layout = f"--tp {axes.tp} --ep {axes.ep} --dp-shard {axes.dp_shard}"
-    return f"Its AdamW updates {sum(updates) / 1e9:.4g} B parameters ({layout})."
+    return (
+        f"Its AdamW updates {sum(updates) / 1e9:.4g} B parameters "
+        f"(--tp {axes.tp} --ep {axes.ep} --dp-shard {axes.dp_shard})."
+    )
 
 
 def _part_row(name: str, times: int, work: Mapping[Op | Kernel, int], step: Step) -> Row:
