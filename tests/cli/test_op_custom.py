@@ -104,11 +104,42 @@ def test_a_bad_contract_ends_the_run_before_the_first_case(
     assert not lines(only_run(tmp_path / "runs"))
 
 
-def test_a_plan_says_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status(["op", "custom", "kernel.py:build", "--dry-run", "--json", "-"]) == 0
+def test_a_plan_has_the_work_and_the_least_time_of_a_device_that_is_not_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kernel.py").write_text(f"{FILE}\nprint('loaded')\n")
+    words = ["op", "custom", "kernel.py:build", "--arg", "n=1048576", "--dry-run"]
+    assert status([*words, "--device", "h200", "--json", "-"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
+    bytes_moved = 4 * 2**20
+    known = ("flops", "bytes_moved", "memory_bytes")
+    assert [row[name] for name in known] == [2**20, bytes_moved, bytes_moved // 2]
+    assert row["least_s"] == pytest.approx(bytes_moved / 4.8e12)
+    assert row["predicted_s"] is None
+
+
+def test_a_plan_says_why_it_does_not_know_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = FILE.replace("    return CustomOp(", "    x[0].item()\n    return CustomOp(", 1)
+    (tmp_path / "kernel.py").write_text(build)
+    words = ["op", "custom", "kernel.py:build", "--dry-run", "--device", "h200"]
+    assert status([*words, "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    (row,) = json.loads(out)
     unknown = ("flops", "bytes_moved", "memory_bytes", "least_s", "predicted_s")
     assert [row[name] for name in unknown] == [None] * 5
+    assert (
+        "# at least is unknown without a device: kernel.py:build 'kernel.py:9 in build'" in err
+    )
+
+
+@pytest.mark.parametrize("words", [["--dry-run"], CPU])
+def test_an_argument_that_a_function_lacks_is_refused_in_a_plan_too(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert status(["op", "custom", "kernel.py:build", "--arg", "m=5", *words]) == 2
+    assert "called with 2 arguments, and by name with m" in capfd.readouterr().err
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

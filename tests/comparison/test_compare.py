@@ -111,6 +111,16 @@ def test_what_only_one_side_has_is_counted() -> None:
     assert "2 of 3 of a are not in b" in found.notes
 
 
+def test_what_the_other_side_measured_by_another_method_says_so() -> None:
+    first, second, third = curve("a", method="graph").series
+    events = dataclasses.replace(third, fields={**third.fields, "method": "events"})
+    found = compare(
+        [side("a", first, second, third), side("b", first, second, events)], Options()
+    )
+    note = "1 of 3 of a are not in b by the same method (graph and events)"
+    assert note in found.notes
+
+
 def test_nothing_in_common_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"something in common.*family differs"):
         compare([curve("a"), curve("b", family="all_gather")], Options())

@@ -106,13 +106,44 @@ def test_a_result_of_another_shape_is_an_error(op: Custom, name: str, message: s
 
 
 def test_a_tolerance_decides_and_is_by_default_that_of_the_type(op: Custom) -> None:
-    x = torch.randn(100, dtype=torch.bfloat16)
+    x = torch.randn(2000, dtype=torch.bfloat16)
     kind = {"operands": (x,), "reference": lambda x: x * 1.02, "flops": 0, "bytes_moved": 1}
     loose = CustomOp(call=lambda x: x * 1, **kind)  # type: ignore[arg-type]
     bf16 = replace(op, dtype=DType.BF16)
-    assert custom._check("loose", bf16, loose).num_wrong == 0
-    assert custom._check("strict", bf16, replace(loose, tolerance=0.01)).num_wrong > 20
-    assert custom._check("fp32", op, loose).num_wrong > 90
+    assert custom._check("by type", bf16, loose).num_wrong == 2000
+    assert custom._check("loose", bf16, replace(loose, tolerance=0.03)).num_wrong == 0
+    assert custom._check("strict", bf16, replace(loose, tolerance=0.01)).num_wrong > 400
+    assert custom._check("fp32", op, loose).num_wrong == 2000
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_result_in_8_bits_may_have_a_rounding_to_them(op: Custom, dtype: torch.dtype) -> None:
+    def built(factor: float) -> CustomOp:
+        return CustomOp(
+            call=lambda x: (x.float() * factor).to(dtype),
+            operands=(torch.randn(500, 100, dtype=torch.bfloat16),),
+            reference=lambda x: x,
+            flops=0,
+            bytes_moved=1,
+        )
+
+    fp8 = replace(op, dtype=DType.FP8_E4M3)
+    assert custom._check("right", fp8, built(1.0)).num_wrong == 0
+    assert custom._check("wrong", fp8, built(1.02)).num_wrong == 50_000
+    assert custom._check("right", fp8, built(1.0)).result_dtype == ""
+
+
+def test_a_result_in_another_type_is_named(op: Custom) -> None:
+    bf16 = replace(op, dtype=DType.BF16)
+    built = CustomOp(
+        call=lambda x: (x.float(), x, x > 0),
+        operands=(torch.randn(10, dtype=torch.bfloat16),),
+        reference=lambda x: (x, x, x > 0),
+        flops=0,
+        bytes_moved=1,
+    )
+    assert custom._check("wide", bf16, built).result_dtype == "float32"
+    assert custom._check("wide", op, built).result_dtype == "bfloat16"
 
 
 def test_an_expanded_operand_is_only_read(op: Custom) -> None:

@@ -1,5 +1,7 @@
 """What takes most of a step, by the operators that a run measured."""
 
+from dataclasses import replace
+
 import pytest
 from tests.tables.records import FAST, attention, gemm, measured, run_info
 
@@ -7,7 +9,7 @@ from stepmark.cases.case import Label, OpCase
 from stepmark.cases.record import Record, Skipped
 from stepmark.model.ops import Gemm, Phase
 from stepmark.operators.op_columns import rows
-from stepmark.operators.op_printing import step_lines
+from stepmark.operators.op_printing import doubtful_lines, step_lines, wrong_lines
 
 QKV = Label(model="m", role="qkv", phase=Phase.FWD, per_step=4, mbs=1)
 CORE = Label(model="m", role="attention", phase=Phase.FWD, per_step=2, mbs=1)
@@ -52,3 +54,30 @@ def test_what_was_not_measured_is_counted() -> None:
 
 def test_rows_of_no_model_have_no_step() -> None:
     assert [*step_lines(rows([measured(gemm(), 1e-3)], run_info()))] == []
+
+
+def test_a_wrong_result_has_its_errors_and_their_limits() -> None:
+    record = measured(gemm(), 1e-3, num_wrong=3)
+    (check,) = record.checks
+    check = replace(check, max_rel_err=0.024, tolerance=0.0625)
+    scaled = replace(record, checks=(replace(check, rms_err=0.02, rms_tolerance=0.0078),))
+    name = "wrong  gemm 8192x8192x8192 bf16 torch"
+    assert [*wrong_lines(rows([scaled], run_info()))] == [
+        f"{name}: rms error 2.0e-02 (limit 7.8e-03)"
+    ]
+    lost = replace(record, checks=(replace(check, max_rel_err=float("inf")),))
+    assert [*wrong_lines(rows([lost], run_info()))] == [
+        f"{name}: largest error inf (limit 6.2e-02)"
+    ]
+    of_a_part = replace(record, checks=(replace(check, max_rel_err=0.05),))
+    assert [*wrong_lines(rows([of_a_part], run_info()))] == [
+        f"{name}: some elements are over the limits of their part"
+    ]
+    assert [*wrong_lines(rows([measured(gemm(), 1e-3)], run_info()))] == []
+
+
+def test_a_result_in_another_type_is_doubtful() -> None:
+    record = measured(gemm(), 1e-3)
+    checks = tuple(replace(check, result_dtype="float32") for check in record.checks)
+    table = rows([replace(record, checks=checks)], run_info())
+    assert doubtful_lines(table)[-1] == "doubtful: result is float32 1 (of 1)"

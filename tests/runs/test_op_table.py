@@ -6,15 +6,18 @@ from typing import Any
 import pytest
 
 from stepmark.cases.case import OpCase
+from stepmark.cases.training import CompileScope
 from stepmark.cli.main import status
 from stepmark.ground.dtypes import DType
 from stepmark.ground.options import plain
 from stepmark.measuring.machine import machine
 from stepmark.model.device import find_device_by_alias
-from stepmark.model.ops import Gemm
+from stepmark.model.ops import Attention, Copy, Gemm, Phase
 from stepmark.operators.op_options import LAYER, LayerOptions
 from stepmark.operators.op_plan import layer_cases
+from stepmark.predictions.costs import SheetCosts
 from stepmark.runs import op_table
+from stepmark.step.workload import ComputeOp
 from stepmark.tables.columns import number
 
 MODELS = ("llama-3.1-8b", "deepseek-v3", "gpt-oss-20b", "qwen3-next-80b-a3b")
@@ -30,14 +33,14 @@ def steps_and_cases(**options: Any) -> tuple[list[op_table.Step], list[OpCase]]:
 def test_products_and_attention_of_the_plan_are_those_of_the_step(model: str) -> None:
     (step,), cases = steps_and_cases(model=model)
     ops = {case.op for case in cases}
-    of_plan = sum(step.calls(op) * op.flops for op in ops)
+    of_plan = sum(step.work[op] * op.flops for op in ops)
     of_kernels = sum(
         part.times * count * (op.flops or 0)
         for part in step.parts
         for op, count in part.work.items()
         if hasattr(op, "name")
     )
-    assert of_plan + of_kernels == step.flops > 0
+    assert of_plan + of_kernels == op_table._flops_of(step.work) > 0
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -45,7 +48,7 @@ def test_the_places_of_an_operator_have_all_its_calls(model: str) -> None:
     (step,), cases = steps_and_cases(model=model)
     for case in cases:
         calls = sum(label.per_step or 0 for label in case.labels)
-        assert calls == step.calls(case.op), case
+        assert calls == step.work[case.op], case
 
 
 def test_a_dense_step_has_six_flops_per_weight_and_token() -> None:
@@ -56,7 +59,9 @@ def test_a_dense_step_has_six_flops_per_weight_and_token() -> None:
     pairs = 2 * 8192 * 8193 // 2
     attention = 32 * 12 * pairs * 4096
     # The pairs of a token with itself are counted as halves.
-    assert step.flops == pytest.approx(6 * in_products * tokens + attention, rel=1e-4)
+    assert op_table._flops_of(step.work) == pytest.approx(
+        6 * in_products * tokens + attention, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -69,7 +74,7 @@ def test_rows_add_up_to_the_step(model: str) -> None:
     assert rows[-1]["operator"] == "other operators"
     in_step = [row for row in rows if row["calls_per_step"]]
     assert sum(number(row, "share_of_step_pct") or 0 for row in rows) == pytest.approx(100)
-    for name, whole in (("flops", step.flops), ("least_s", step.least_s)):
+    for name, whole in (("flops", op_table._flops_of(step.work)), ("least_s", step.least_s)):
         parts = [
             (number(row, "calls_per_step") or 0) * (number(row, name) or 0) for row in in_step
         ]
@@ -93,12 +98,44 @@ def test_equal_operators_are_counted_in_all_their_places() -> None:
     (step,), cases = steps_and_cases(model="llama-3.1-8b")
     gate = Gemm(m=8192, n=14336, k=4096, dtype=DType.BF16)
     assert gate in {case.op for case in cases}
-    assert step.calls(gate) == 64
+    assert step.work[gate] == 64
     share = op_table._in_steps(gate, [step])["share_of_step_pct"]
     cost = op_table.predicted(gate, "torch", step.device)
     assert cost is not None
     assert step.time_s is not None
     assert share == pytest.approx(100 * 64 * cost.total_s / step.time_s), "predicted times"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_costs_are_those_of_predict(compiled: bool) -> None:
+    ops = {case.op for case in steps_and_cases(model="llama-3.1-8b")[1]}
+    (step,), _ = steps_and_cases(model="llama-3.1-8b")
+    sheet = SheetCosts(step.device, {} if compiled else {"compile": CompileScope.NONE})
+    for op in ops:
+        if not isinstance(op, Attention | Copy):
+            cost = op_table.predicted(op, "compile" if compiled else "torch", step.device)
+            of_predict = sheet(ComputeOp(op=op, phase=Phase.FWD, module=""))
+            assert cost is not None
+            assert of_predict is not None
+            assert cost.total_s == of_predict.total_s
+            assert cost.total_s > 1.01 * (op_table.least_s(op, step.device) or 0)
+    attention = next(op for op in ops if isinstance(op, Attention))
+    assert op_table.predicted(attention, "math", step.device) is None
+    assert op_table.predicted(Copy(num_bytes=2**30), "torch", step.device) is None
+
+
+def test_the_step_has_its_predicted_time_and_what_its_optimizer_owns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["all", "deepseek-v3", "--device", "h200", "--dry-run"]
+    for layout, owned in (([], "671 B"), (["--ep", "8", "--dp-shard", "64"], "10.48 B")):
+        assert status(["op", *words, *layout]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert f"Its AdamW updates {owned} parameters (--tp 1" in text
+    (step,), _ = steps_and_cases(model="deepseek-v3", ep=8, dp_shard=64)
+    row = op_table._part_row("step", 1, step.work, step)
+    assert row["predicted_s"] == step.time_s
+    assert f"{step.time_s:.4g} s" in text
 
 
 def test_what_steps_have_differently_is_unknown() -> None:
@@ -114,7 +151,7 @@ def test_what_steps_have_differently_is_unknown() -> None:
 def test_the_time_of_a_step_is_that_of_its_parts() -> None:
     (step,), _ = steps_and_cases(model="deepseek-v3", ep=8)
     assert [part.times for part in step.parts] == [3, 58, 1]
-    parts = [(step.least_s_of(part) or 0) * part.times for part in step.parts]
+    parts = [(step.least_s_of(part.work) or 0) * part.times for part in step.parts]
     assert step.least_s == pytest.approx(sum(parts))
     assert find_device_by_alias("h200") is step.device
 

@@ -53,6 +53,12 @@ class Check:
     num_wrong: int  # compared elements over tolerance, or not finite
     num_compared: int
     reference: str  # e.g. "fp64, 64 rows"
+    # Of operators: root mean square of out - ref over that of ref, beyond what storing the
+    # exact result costs. Where it is over its tolerance, all elements are wrong. None: too few
+    # elements, one tolerance that the user gave, or a record of an older release.
+    rms_err: float | None = None
+    rms_tolerance: float | None = None
+    result_dtype: str = ""  # of a user's operator, where it is not the case's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -279,7 +279,7 @@ def closing(comparison: Comparison) -> list[str]:
     if any(ratio.low is None for ratio in ratios) and not comparison.by_round:
         is_custom = all(line.fields.get("family") == CUSTOM for line in comparison.lines)
         sentences.append(
-            "no verdict without repeats: measure with --launches 3"
+            "no verdict without repeats: measure with --launches 3, and a --budget for them all"
             if is_custom
             else "no verdict without repeats: give several launches a side (A1,A2,A3), a run "
             "with several (--noise-from RUN), or how much one varies (--noise 2%)"

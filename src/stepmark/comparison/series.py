@@ -68,17 +68,17 @@ def context(info: RunInfo) -> dict[str, str]:
 def series_of_records(records: Iterable[Record]) -> tuple[list[Series], tuple[str, ...]]:
     """Return the correct results of a run, and notes on what does not count."""
     by_case: dict[tuple[str, ...], list[Measured]] = {}
-    wrong = 0
+    wrong: dict[str, None] = {}  # cases; a launch is no further result
     for record in records:
         if isinstance(record, Measured) and any(record.samples.seconds):
             if record.num_wrong:
-                wrong += 1
+                wrong[record.case.case_id] = None
                 continue
             # The automatic clock may choose another one in another launch.
             case = record.train if isinstance(record.case, TrainCase) else record.case
             key = (case.case_id, record.samples.method, *record.differs)
             by_case.setdefault(key, []).append(record)
-    notes = [f"{wrong} wrong results are left out"] if wrong else []
+    notes = [f"wrong results of {plural(len(wrong), 'case')} are left out"] if wrong else []
     if any(len(by_process(launches)) < len(launches) for launches in by_case.values()):
         notes.append(
             "launches of one process count as one: other processes can differ by more; start "
@@ -347,7 +347,7 @@ def join(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[Pair], l
     """
     notes, key_names = _key_names(base, other, allowed)
     pairs = _pairs(base, other, key_names)
-    matched = {id(other_series) for _, _, other_series in pairs}
+    matched = {id(series) for _, *both in pairs for series in both}
     if not pairs:
         apart = [n for n in key_names if _values(base, n).isdisjoint(_values(other, n))]
         reason = f" ({_difference(base, other, apart)})" if apart else ""
@@ -356,12 +356,27 @@ def join(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[Pair], l
             f"{base.name} with {other.name}",
             f"there must be something in common: {_about(base)}; {_about(other)}{reason}",
         )
-    for side, count, against in ((base, len(pairs), other), (other, len(matched), base)):
-        if left := len(side.series) - count:
+    for side, against in ((base, other), (other, base)):
+        if left := [series for series in side.series if id(series) not in matched]:
             notes.append(
-                f"{left} of {len(side.series)} of {side.name} are not in {against.name}"
+                f"{len(left)} of {len(side.series)} of {side.name} are not in "
+                f"{against.name}{_other_methods(left, against, key_names)}"
             )
     return pairs, notes
+
+
+def _other_methods(left: Sequence[Series], against: Side, names: Sequence[str]) -> str:
+    """Return by which methods the other side measured what is left; "" where it did not."""
+    others = [name for name in names if name != "method"]
+    methods = {
+        f"{series.fields['method']} and {other.fields['method']}"
+        for series in left
+        for other in against.series
+        if "method" in names
+        and series.size_bytes == other.size_bytes
+        and _key(series, others) == _key(other, others)
+    }
+    return f" by the same method ({', '.join(sorted(methods))})" if methods else ""
 
 
 def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[str], list[str]]:

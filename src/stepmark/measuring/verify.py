@@ -1,11 +1,14 @@
 """Verify results: compare with a reference of higher precision, and poison the output before.
 
 max_rel_err = max |out - ref| / max(|ref|, rms(ref)): relative where an element is large, and
-relative to the tensor where cancellation made it small.
+relative to the tensor where cancellation made it small. rms_err = rms(out - ref) / rms(ref)
+without what storing the exact result costs: a wrong factor or constant has a small error in
+every element, which the tolerance of the largest one admits.
 """
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -46,19 +49,35 @@ SAMPLES = 64
 _CHUNK = 2**24  # elements converted to fp64 at a time
 
 
-def tolerance(dtype: DType, *, length: int = 1, roundings: int = 1) -> float:
-    """Return the allowed max_rel_err of a result in `dtype` that sums `length` products.
+_MIN_ELEMENTS = 1000  # of which errors average out, so that their rms is judged
 
-    4 roundoffs per rounding on the way (4: the worst of millions of elements, whose errors
-    scatter by one), and 8 sqrt(length) roundoffs of the accumulator. fp8 products accumulate in
-    about 14 bits on Hopper (DeepSeek-V3 report, section 3.5.2) and are stored as bf16.
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Largest errors that are right: of an element, and of the root of the mean square."""
+
+    max_rel_err: float
+    rms_err: float = math.inf
+
+
+def tolerance(dtype: DType, *, length: int = 1, roundings: int = 1) -> Tolerance:
+    """Return the allowed errors of a result in `dtype` that sums `length` products.
+
+    max_rel_err: 4 roundoffs per rounding on the way (4: the worst of millions of elements,
+    whose errors scatter by one), and 8 sqrt(length) roundoffs of the accumulator. rms_err:
+    independent roundings add up by their squares, each at most a roundoff; half of the sum's.
+    fp8 products accumulate in about 14 bits on Hopper (DeepSeek-V3 report, section 3.5.2) and
+    are stored as bf16.
     """
     accumulator = UNIT_ROUNDOFF[DType.FP64 if dtype is DType.FP64 else DType.FP32]
     stored = UNIT_ROUNDOFF[dtype]
     if dtype.is_narrow and length > 1:
         accumulator = 2.0**-14
         stored = UNIT_ROUNDOFF[DType.BF16]
-    return 4 * roundings * stored + 8 * math.sqrt(length) * accumulator
+    return Tolerance(
+        4 * roundings * stored + 8 * math.sqrt(length) * accumulator,
+        math.sqrt(roundings) * stored + 4 * math.sqrt(length) * accumulator,
+    )
 
 
 def poison(tensor: Tensor) -> None:
@@ -77,67 +96,95 @@ def poisoned_result(run: Callable[[], object]) -> tuple[Tensor, ...]:
     The allocator reuses the memory, so that a kernel that writes nothing cannot return the
     right values of an earlier call.
     """
-    first = run()
-    for tensor in (first,) if isinstance(first, Tensor) else tuple(_tensors(first)):
+    for tensor in tensors_of(run()):
         poison(tensor)
-    del first
-    result = run()
-    return (result,) if isinstance(result, Tensor) else tuple(_tensors(result))
+    del tensor
+    return tensors_of(run())
 
 
-def _tensors(values: object) -> Iterable[Tensor]:
-    assert isinstance(values, tuple | list)
-    return (value for value in values if isinstance(value, Tensor))
+def tensors_of(result: object) -> tuple[Tensor, ...]:
+    """Return the tensors of what a call returns: one, or some of several values."""
+    values = result if isinstance(result, tuple | list) else (result,)
+    return tuple(value for value in values if isinstance(value, Tensor))
 
 
 def compare(
     out: Tensor,
     ref: Tensor,
-    tolerance: float,
+    tolerance: Tolerance | float,
     reference_name: str,
     *,
     least_scale: Tensor | float = 0.0,
 ) -> Check:
     """Check all elements of `out`. One that is not finite is wrong, with an infinite error.
 
-    least_scale: of an error; the root of the sum of squares where few sums cancel.
+    Where rms_err exceeds its tolerance, all elements are wrong. tolerance: a number is that of
+    the largest error alone. least_scale: of an error; the root of the sum of squares where few
+    sums cancel.
     """
     assert out.shape == ref.shape, (out.shape, ref.shape)
+    limit = tolerance if isinstance(tolerance, Tolerance) else Tolerance(tolerance)
     out64 = out.detach().double()
     ref64 = ref.detach().double()
-    scale = ref64.abs().clamp_min(ref64.square().mean().sqrt())
-    scale = scale.maximum(torch.as_tensor(least_scale, dtype=torch.float64).to(scale.device))
+    least = torch.as_tensor(least_scale, dtype=torch.float64).to(ref64.device)
+    scale = ref64.abs().clamp_min(ref64.square().mean().sqrt()).maximum(least)
     error = (out64 - ref64).abs()
     relative = torch.where(error == 0, 0.0, error / scale)
     relative = torch.where(out64.isfinite() & ref64.isfinite(), relative, math.inf)
+    is_judged = relative.numel() >= _MIN_ELEMENTS and limit.rms_err < math.inf
+    rms_err = _rms_err(out, ref64, error, least) if is_judged else None
+    is_off = rms_err is not None and rms_err > limit.rms_err
     return Check(
         max_rel_err=float(relative.max()) if relative.numel() else 0.0,
-        tolerance=tolerance,
-        num_wrong=int((relative > tolerance).sum()),
+        tolerance=limit.max_rel_err,
+        num_wrong=relative.numel() if is_off else int((relative > limit.max_rel_err).sum()),
         num_compared=relative.numel(),
         reference=reference_name,
+        rms_err=rms_err,
+        rms_tolerance=limit.rms_err if is_judged else None,
     )
 
 
-def finite(out: Tensor, tolerance: float) -> Check:
+def _rms_err(out: Tensor, ref64: Tensor, error: Tensor, least: Tensor) -> float:
+    """Return the error beyond that of the exact result, rounded to the type of `out`."""
+    # fp8 has no direct conversion to fp64 everywhere.
+    storing = (ref64.float().to(out.dtype).float().double() - ref64).abs()
+    storing = torch.where(storing.isfinite(), storing, error)  # a value beyond the type's range
+    excess = float((error.square() - storing.square()).mean())
+    # The last: of a reference that is 0 throughout.
+    scale = max(float(ref64.square().mean()), float(least.square().mean()), 1e-300)
+    return math.sqrt(max(0.0, excess) / scale) if math.isfinite(excess) else math.inf
+
+
+def finite(out: Tensor, tolerance: Tolerance) -> Check:
     """Count elements that are not finite as wrong; compare no value."""
     flat = out.detach().flatten().split(_CHUNK)
     wrong = sum(int((~part.isfinite()).sum()) for part in flat)
-    error = math.inf if wrong else 0.0
     return Check(
-        max_rel_err=error, tolerance=tolerance, num_wrong=wrong, num_compared=0, reference=""
+        max_rel_err=math.inf if wrong else 0.0,
+        tolerance=tolerance.max_rel_err,
+        num_wrong=wrong,
+        num_compared=0,
+        reference="",
     )
 
 
 def merge(checks: Iterable[Check]) -> Check:
-    """Return all checks as one. The first names the reference; tolerance is the loosest."""
+    """Return all checks as one. The first names the reference; tolerances are the loosest."""
     parts = list(checks)
+    of_rms = [(part.rms_err, part.rms_tolerance) for part in parts]
+    rms_err, rms_tolerance = (
+        max((value for value in values if value is not None), default=None)
+        for values in zip(*of_rms, strict=True)
+    )
     return Check(
         max_rel_err=max(part.max_rel_err for part in parts),
         tolerance=max(part.tolerance for part in parts),
         num_wrong=sum(part.num_wrong for part in parts),
         num_compared=sum(part.num_compared for part in parts),
         reference=parts[0].reference,
+        rms_err=rms_err,
+        rms_tolerance=rms_tolerance,
     )
 
 
@@ -160,7 +207,7 @@ def product_check(
     a_MK: Tensor,
     b_KN: Tensor,
     y_MN: Tensor,
-    tolerance: float,
+    tolerance: Tolerance,
     *,
     scale_M1: Tensor | float = 1.0,
     scale_1N: Tensor | float = 1.0,

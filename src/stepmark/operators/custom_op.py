@@ -18,8 +18,8 @@ class CustomOp:
     It returns a tensor or several: new ones, or operands that it wrote into.
     reference(*operands) returns the same in higher precision, from floating-point operands in
     fp64. flops are those of matrix products in one call, bytes_moved what it must read and
-    write. tolerance is the largest relative error that is right; by default that of four
-    roundings to dtype, and of a sum as long as the longest dimension.
+    write. tolerance is the largest relative error that is right; by default four roundings to
+    dtype, and a sum as long as the longest dimension, limit it and the root mean square.
     """
 
     call: Callable[..., object]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stepmark.cases.case import SOAK_S, Label, OpCase, Rate
-from stepmark.cases.record import Measured, Record, RunInfo
+from stepmark.cases.record import Check, Measured, Record, RunInfo
 from stepmark.ground.grouping import group_by
 from stepmark.ground.units import GB, TFLOP
 from stepmark.model.device import DeviceSpec
@@ -45,7 +45,6 @@ from stepmark.tables.outcomes import (
     Figures,
     figure,
     measured_ceilings,
-    num_wrong,
     percent,
     rank_words,
     ratio,
@@ -68,16 +67,18 @@ class OpFigures(Figures):
     def vs_median_rank(self) -> float | None:
         return None if self.rank is None else ratio(self.medians, self.rank)
 
-    @property
-    def num_wrong(self) -> int | None:
-        counts = [num_wrong(record, self.rank) for record in self.records]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known else None
+    @cached_property
+    def _checks(self) -> list[Check]:
+        return [check for record in self.records for check in self.own(record.checks)]
 
     @property
-    def max_rel_err(self) -> float | None:
-        checks = (check for record in self.records for check in self.own(record.checks))
-        return max((check.max_rel_err for check in checks), default=None)
+    def num_wrong(self) -> int | None:
+        return sum(check.num_wrong for check in self._checks) if self._checks else None
+
+    def error(self, name: str) -> float | None:
+        """Return the largest error of a kind, or its limit, over ranks and launches."""
+        values = (getattr(check, name) for check in self._checks)
+        return max((value for value in values if value is not None), default=None)
 
     @property
     def rate(self) -> str:
@@ -209,7 +210,8 @@ class OpFigures(Figures):
     @property
     def validity(self) -> str | None:
         needs_no_sets = self.record.samples.method.startswith(("event-flush", "event-hot"))
-        return validity(
+        dtypes = dict.fromkeys(c.result_dtype for c in self._checks if c.result_dtype)
+        reasons = validity(
             [record.telemetry for record in self.records],
             self.spread_pct,
             self.launch_spread_pct,
@@ -218,6 +220,8 @@ class OpFigures(Figures):
             pct_ceiling=self.pct_ceiling if self.rank is None else None,
             in_cache=bool(self._fits_caches(DEFEATED_CACHES)) and not needs_no_sets,
         )
+        of_types = (f"result is {dtype}" for dtype in dtypes)
+        return ", ".join(filter(None, (reasons, *of_types))) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,12 +366,25 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("executed_tflops", figure(lambda f: f.executed_flops_per_s / TFLOP or None), NUMBER),
     Column("gb_per_s", figure(lambda f: f.bytes_per_s / GB), NUMBER, "GB/s", SHOWN, 1),
     Column("pct_peak", figure(lambda f: f.pct_peak), PERCENT, "% peak", SHOWN, 1),
-    Column("pct_hbm", figure(lambda f: f.pct_hbm), PERCENT, "% HBM", PAGE),
+    Column(
+        "pct_hbm",
+        figure(lambda f: f.pct_hbm),
+        PERCENT,
+        "% HBM",
+        SHOWN,
+        5,
+        words=lambda row: PERCENT.show(row["pct_hbm"]) if row["bound"] == "memory" else "",
+    ),
     Column("ceiling", figure(lambda f: f.ceiling and f.ceiling[0]), NUMBER),
     Column("ceiling_unit", figure(lambda f: f.ceiling and f.ceiling[1])),
     Column("pct_ceiling", figure(lambda f: f.pct_ceiling), PERCENT, "% ceiling", SHOWN, 4),
     Column("bound", figure(lambda f: f.bound), views=SHOWN, leaves=6),
-    Column("max_rel_err", figure(lambda f: f.max_rel_err), ERROR, "rel. err", SHOWN, 5),
+    Column(
+        "max_rel_err", figure(lambda f: f.error("max_rel_err")), ERROR, "rel. err", SHOWN, 5
+    ),
+    Column("tolerance", figure(lambda f: f.error("tolerance")), ERROR),
+    Column("rms_err", figure(lambda f: f.error("rms_err")), ERROR),
+    Column("rms_tolerance", figure(lambda f: f.error("rms_tolerance")), ERROR),
     Column("num_wrong", figure(lambda f: f.num_wrong), COUNT, "#wrong", PAGE),
     Column("clock_mhz", figure(lambda f: f.clock_mhz), NUMBER, "MHz", PAGE),
     Column("power_w", figure(lambda f: f.state("power_w")), NUMBER, "W", PAGE),

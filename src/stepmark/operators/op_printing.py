@@ -1,6 +1,7 @@
 """Tables of measured operators, and below them what takes most of a step."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,13 @@ from stepmark.ground.grouping import group_by
 from stepmark.ground.units import format_time, plural
 from stepmark.operators.op_columns import OP_COLUMNS
 from stepmark.tables.columns import COUNT, SECONDS, SHARE, Row, given, number, text
-from stepmark.tables.row_tables import print_lines, print_rows, unique_cases, validity_counts
+from stepmark.tables.row_tables import (
+    describe,
+    print_lines,
+    print_rows,
+    unique_cases,
+    validity_counts,
+)
 from stepmark.tables.table import Table
 
 if TYPE_CHECKING:
@@ -20,7 +27,41 @@ _STEP = ("model", "mbs", "scale", "num_ranks")
 def print_operators(rows: Sequence[Row], console: "Console") -> None:
     """Print the rows, the operators of each step, and how many rows are doubtful."""
     print_rows(rows, console, OP_COLUMNS)
-    print_lines((*step_lines(rows), *doubtful_lines(rows)), console)
+    print_lines(
+        (
+            *wrong_lines(rows),
+            *missing_launches(rows),
+            *step_lines(rows),
+            *doubtful_lines(rows),
+        ),
+        console,
+    )
+
+
+def missing_launches(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield which launches of measured cases have no samples, and why."""
+    messages = (text(row, "message") for row in unique_cases(rows) if row["launches"])
+    for message, count in Counter(messages).items():
+        if message.startswith("launch "):
+            yield f"not measured, of {plural(count, 'case')}: {message}"
+
+
+def wrong_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the errors of each wrong result, with their limits."""
+    kinds = (("largest", "max_rel_err", "tolerance"), ("rms", "rms_err", "rms_tolerance"))
+    for row in unique_cases(rows):
+        if row["status"] == "wrong":
+            errors = (
+                f"{name} error {error:.1e} (limit {limit:.1e})"
+                for name, column, of_limit in kinds
+                if (error := number(row, column)) is not None
+                and (limit := number(row, of_limit)) is not None
+                and error > limit
+            )
+            # Parts of a result may have limits of their own, of which a row has the loosest.
+            yield f"wrong  {describe(row)}: " + (
+                ", ".join(errors) or "some elements are over the limits of their part"
+            )
 
 
 def doubtful_lines(rows: Sequence[Row]) -> list[str]:

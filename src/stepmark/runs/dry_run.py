@@ -1,8 +1,9 @@
 """--dry-run: print a plan on any machine, for any device, or write it as JSON or CSV.
 
-Products and attention have the time that prediction gives them by the device's data sheet.
+Operators have the time that prediction gives them by the device's data sheet.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from stepmark.cases.record import AnyCase
 from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.packages import require
 from stepmark.ground.units import MIB, TFLOP, format_bytes, plural
 from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
@@ -33,14 +35,18 @@ Row = dict[str, Any]
 
 def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = None) -> None:
     """Print the cases of a plan for this machine, or write them to --json and --csv."""
-    cases = [entry.case for entry in plan.entries if entry.launch == 1]
+    first = (entry.case for entry in plan.entries if entry.launch == 1)
+    cases, unknown = zip(*map(_planned, first), strict=True)
     device = find_device(here.name)
     steps = op_table.steps_of(plan.options, here) if plan.command == "op" else []
     planned = [(case, row) for case in cases for row in _rows(case, device, steps)]
     rows = [row for _, row in planned]
-    is_predicted = any(row.get("predicted_s") for row in rows)
-    source = [f"predicted times are {by_sheet(device)}"] if device and is_predicted else []
-    for note in (*plan.notes, *source):
+    source = (
+        [f"predicted times are {by_sheet(device)}"]
+        if device and any(row.get("predicted_s") for row in rows)
+        else []
+    )
+    for note in (*plan.notes, *source, *filter(None, dict.fromkeys(unknown))):
         sys.stderr.write(f"# {note}\n")
     for target, write in ((json, write_json), (csv, write_csv)):
         if target:
@@ -61,6 +67,25 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
         f"in {launches} launches" if is_repeated else "",
     )
     sys.stderr.write(f"{', '.join(filter(None, counts))}; none was run\n")
+
+
+def _planned(case: AnyCase) -> tuple[AnyCase, str]:
+    """Return a case of your own operator with its work, or why that is unknown.
+
+    Its function may need a device; one that does not exist, or lacks an argument, is refused.
+    """
+    if not isinstance(case, OpCase) or not isinstance(case.op, Custom):
+        return case, ""
+    try:
+        require("torch")
+        from stepmark.operators.bench.custom import planned  # noqa: PLC0415  needs torch
+
+        with contextlib.redirect_stdout(sys.stderr):  # what a user's file prints is no row
+            return planned(case, case.op), ""
+    except ConfigError as error:
+        if error.field == "function":
+            raise
+        return case, f"at least is unknown without a device: {error}"
 
 
 def _rows(
@@ -102,7 +127,7 @@ def _operator_row(
 
 
 def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
-    """Return the time of a product or of attention, its rate, and what bounds it."""
+    """Return the predicted time of an operator, its rate, and what bounds it."""
     cost = op_table.predicted(case.op, case.backend, device)
     if device is None or cost is None:
         return dict.fromkeys(("predicted_s", "predicted_tflops", "bound"))
@@ -178,13 +203,9 @@ def _step_line(row: Row) -> str:
     if not row["messages_unknown"]:
         size = format_bytes(row["message_bytes"])
         messages = f"{row['message_calls']} messages ({size}) per rank"
-    flops = f"{_flops(row)} TFLOP per step of all ranks"
+    flops = f"{row['flops'] / TFLOP:.4g} TFLOP per step of all ranks"
     memory = f"about {memory} of memory per rank ({reserved} reserved)"
     return f"{row['command']}  # {flops}, {messages}, {memory}"
-
-
-def _flops(row: Row) -> str:
-    return f"{row['flops'] / TFLOP:.4g}"
 
 
 _LINES: dict[str, Callable[[Row], str]] = {

@@ -1,12 +1,12 @@
 """What is shown of a run of `stepmark op`: its rows, and how your own functions compare."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepmark.cases.record import Record
+from stepmark.cases.record import Measured, Record
 from stepmark.comparison.compare import Options, compare
 from stepmark.comparison.comparison import Series, Side
 from stepmark.comparison.comparison_text import printed
@@ -36,20 +36,44 @@ def show(path: Path, values: Mapping[str, Any], code: int) -> int:
 
 
 def functions(records: Sequence[Record]) -> list[Side]:
-    """Return one side per function of your own with right results, in the order measured."""
-    series, notes = series_of_records(
-        record for record in records if record.case.family == CUSTOM
+    """Return one side per function of your own with right results, in the order measured.
+
+    Launches that the automatic clock timed differently are together, as in the run's table.
+    """
+    alike = (
+        replace(record, samples=replace(record.samples, method="any clock"))
+        for record in _of_functions(records)
     )
-    return [
-        Side(name=name, series=tuple(map(_unnamed, own)), notes=notes)
-        for name, own in group_by(series, lambda each: str(each.fields["backend"])).items()
-    ]
+    sides = []
+    for name, own in group_by(alike, lambda record: record.operator.backend).items():
+        series, notes = series_of_records(own)
+        if series:
+            sides.append(Side(name=name, series=tuple(map(_unnamed, series)), notes=notes))
+    return sides
+
+
+def _of_functions(records: Sequence[Record]) -> list[Measured]:
+    return [r for r in records if isinstance(r, Measured) and r.case.family == CUSTOM]
 
 
 def _unnamed(series: Series) -> Series:
     """Return the series without its function, which is the side's name."""
-    fields = {name: value for name, value in series.fields.items() if name != "backend"}
-    return replace(series, fields=fields)
+    return replace(
+        series, fields={name: v for name, v in series.fields.items() if name != "backend"}
+    )
+
+
+def clock_notes(records: Sequence[Record]) -> Iterator[str]:
+    """Yield where functions were timed by different clocks, and what they time differently."""
+    for shape, own in group_by(
+        _of_functions(records), lambda record: record.operator.op.shape_text
+    ).items():
+        clocks = dict.fromkeys(f"{r.operator.backend} by {r.samples.method}" for r in own)
+        if len({record.samples.method for record in own}) > 1:
+            yield (
+                f"{shape}: {', '.join(clocks)}: only a graph is without the host's launch "
+                "overhead"
+            )
 
 
 def _compare_functions(records: Sequence[Record]) -> None:
@@ -60,5 +84,8 @@ def _compare_functions(records: Sequence[Record]) -> None:
     sys.stdout.write("\n")
     try:
         printed(compare(sides, Options()), console())
+        if any(len(series.launches) > 1 for side in sides for series in side.series):
+            sys.stdout.write("times are geometric means of launches, those above medians\n")
+        sys.stdout.writelines(f"{note}\n" for note in clock_notes(records))
     except ConfigError as error:
         sys.stdout.write(f"no ratio of {' and '.join(side.name for side in sides)}: {error}\n")

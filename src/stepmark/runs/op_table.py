@@ -2,7 +2,7 @@
 
 The least time of an operator is that of its FLOPs at the device's peak or of its bytes at the
 memory's bandwidth, whichever is longer; a step's is the sum, without communication. Shares are
-of predicted times, and of least ones where nothing is predicted.
+of the times that `stepmark predict` gives the same operators.
 """
 
 import math
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import (
     Callable,
     Collection,
-    Container,
     Iterable,
     Iterator,
     Mapping,
@@ -24,13 +23,24 @@ from functools import cached_property
 from typing import Any
 
 from stepmark.cases.case import Label, OpCase
+from stepmark.cases.training import CompileScope
 from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.grouping import group_by
 from stepmark.ground.options import build
 from stepmark.ground.units import format_time
 from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
-from stepmark.model.ops import FAMILY_OF, Op, Phase
+from stepmark.model.ops import (
+    FAMILY_OF,
+    Copy,
+    Custom,
+    EmbeddingBag,
+    HostCopy,
+    Mlp,
+    Op,
+    Optimizer,
+    Phase,
+)
 from stepmark.model.ops.backends import BACKENDS, usual
 from stepmark.operators.op_options import FamilyOptions, LayerOptions, options_class
 from stepmark.operators.op_plan import capabilities, model_shapes
@@ -40,13 +50,16 @@ from stepmark.step.workload import ComputeOp, Kernel
 from stepmark.tables.columns import BYTES, COUNT, FLOPS, SECONDS, SHARE, Column, Row, text
 from stepmark.tables.row_tables import fitting
 from stepmark.tables.table import Table
-from stepmark.timeline.ledger import Work, work_of_op
 from stepmark.timeline.step_cost import OpCost
 from stepmark.workloads.operators import ModelShape, StepPart, step_parts
 
 _WIDTH = 80
 _MAX_OPERATOR = 22  # characters of the places of an operator
-_SHARE_TEXT = "Of time: of predicted times, and of least ones where none is predicted."
+_SHARE_TEXT = (
+    "Of time: of the step's predicted time, each operator by its fastest backend, without the "
+    "communication, gradient clipping, casts and idle time that stepmark predict has."
+)
+_UNPREDICTED = (Copy, Custom, EmbeddingBag, HostCopy, Mlp)  # prediction has no law of these
 _PASSES = {"optim": ""}  # an optimizer's role says it
 
 
@@ -59,65 +72,44 @@ class Step:
     device: DeviceSpec | None
     backends_of: Callable[[Op], Sequence[str]]
 
-    @property
-    def flops(self) -> int:
-        return sum(part.times * self.flops_of(part) for part in self.parts)
-
-    @property
-    def bytes_moved(self) -> int:
-        return sum(part.times * self.bytes_of(part) for part in self.parts)
+    @cached_property
+    def work(self) -> Counter[Op | Kernel]:
+        """Return how often a step has each operator."""
+        work = Counter[Op | Kernel]()
+        for part in self.parts:
+            for op, count in part.work.items():
+                work[op] += part.times * count
+        return work
 
     @property
     def least_s(self) -> float | None:
         """Return the least time; None where some cost, or the device's peak, is unknown."""
-        return _sum(_times(self.least_s_of(part), part.times) for part in self.parts)
+        return self.least_s_of(self.work)
 
-    def flops_of(self, part: StepPart) -> int:
-        return _flops_of(part.work)
-
-    def bytes_of(self, part: StepPart) -> int:
-        return _bytes_of(part.work)
-
-    def least_s_of(self, part: StepPart) -> float | None:
-        return self.least_s_of_work(part.work)
-
-    def least_s_of_work(self, work: Mapping[Op | Kernel, int]) -> float | None:
-        return _sum(_times(least_s(op, self.device), count) for op, count in work.items())
+    def least_s_of(self, work: Mapping[Op | Kernel, int]) -> float | None:
+        return _sum((least_s(op, self.device), count) for op, count in work.items())
 
     @cached_property
     def time_s(self) -> float | None:
         """Return the sum of predicted and least times; None where some time is unknown."""
-        return _sum(_times(self.time_s_of(part.work), part.times) for part in self.parts)
+        return self.time_s_of(self.work)
 
     def time_s_of(self, work: Mapping[Op | Kernel, int]) -> float | None:
-        return _sum(_times(self.time_s_of_op(op), count) for op, count in work.items())
+        return _sum((self.time_s_of_op(op), count) for op, count in work.items())
 
     def time_s_of_op(self, op: Op | Kernel) -> float | None:
         """Return the predicted time by the fastest backend, else the least time."""
-        if isinstance(op, Kernel):
-            return least_s(op, self.device)
-        costs = (predicted(op, backend, self.device) for backend in self.backends_of(op))
+        backends = ("",) if isinstance(op, Kernel) else self.backends_of(op)
+        costs = (predicted(op, backend, self.device) for backend in backends)
         times = [cost.total_s for cost in costs if cost]
         return min(times) if times else least_s(op, self.device)
-
-    def others(self, ops: Container[Op | Kernel]) -> Counter[Op | Kernel]:
-        """Return the work of a step without these operators."""
-        work = Counter[Op | Kernel]()
-        for part in self.parts:
-            for op, count in part.work.items():
-                if op not in ops:
-                    work[op] += part.times * count
-        return work
-
-    def calls(self, op: Op) -> int:
-        """Return how often a step has this very operator."""
-        return sum(part.times * part.work[op] for part in self.parts)
 
     def share_pct(self, work: Mapping[Op | Kernel, int], times: int = 1) -> float | None:
         """Return the share of the step's time; where it is unknown, of its FLOPs."""
         if self.time_s is None:
             flops = times * _flops_of(work)
-            return 100 * flops / self.flops if self.flops else None
+            total = _flops_of(self.work)
+            return 100 * flops / total if total else None
         time_s = self.time_s_of(work)
         return None if time_s is None else 100 * times * time_s / self.time_s
 
@@ -127,32 +119,26 @@ def least_s(op: Op | Kernel, device: DeviceSpec | None) -> float | None:
     return None if device is None else roofline_time(op, device)
 
 
-def predicted(op: Op, backend: str, device: DeviceSpec | None) -> OpCost | None:
-    """Return the time of a product or of attention; None of others, and without a law."""
-    compute = ComputeOp(op=op, phase=Phase.FWD, module="")
+def predicted(op: Op | Kernel, backend: str, device: DeviceSpec | None) -> OpCost | None:
+    """Return the time that `stepmark predict` gives the operator; None without a law."""
     # Attention by products of all pairs ("math") is timed by no law of fused kernels.
-    is_timed = work_of_op(compute) in (Work.MATMUL, Work.ATTENTION) and backend != "math"
-    if device is None or not is_timed:
+    if device is None or backend == "math" or isinstance(op, _UNPREDICTED):
         return None
     kernel = {"varlen": AttentionKernel.FLASH}.get(backend, backend)
-    return SheetCosts(device, {"attention_backend": kernel})(compute)
+    settings: dict[str, object] = {"attention_backend": kernel}
+    if backend == "torch":
+        settings["compile"] = CompileScope.NONE
+    return SheetCosts(device, settings)(ComputeOp(op=op, phase=Phase.FWD, module=""))
 
 
 def _flops_of(work: Mapping[Op | Kernel, int]) -> int:
     return sum((op.flops or 0) * count for op, count in work.items())
 
 
-def _bytes_of(work: Mapping[Op | Kernel, int]) -> int:
-    return sum((op.bytes_moved or 0) * count for op, count in work.items())
-
-
-def _times(value: float | None, count: int) -> float | None:
-    return None if value is None else value * count
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = list(values)
-    return None if None in known else math.fsum(value for value in known if value)
+def _sum(terms: Iterable[tuple[float | None, int]]) -> float | None:
+    """Return the sum of values, each so often; None where one is unknown."""
+    products = [None if value is None else value * count for value, count in terms]
+    return None if None in products else math.fsum(value for value in products if value)
 
 
 def steps_of(options: Mapping[str, object], here: Machine) -> list[Step]:
@@ -189,7 +175,7 @@ def lines(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> Itera
     yield from _table(rows, _columns(rows, steps))
     if any(step.time_s is not None for step in steps):
         yield ""
-        yield _SHARE_TEXT
+        yield from textwrap.wrap(_SHARE_TEXT, _WIDTH)
     if notes := _backend_text([case for case, _ in planned]):
         yield ""
         yield from textwrap.wrap(notes, _WIDTH)
@@ -201,34 +187,46 @@ def _step_lines(step: Step) -> Iterator[str]:
     dtype = inputs.products.dtype if inputs.products else inputs.dtype
     what = f"{step.shape.model.name}, {inputs.mbs} x {inputs.seq_len} tokens, {dtype}"
     if step.device is None or step.least_s is None:
-        answer = f"has {FLOPS.show(step.flops)}FLOP; no data sheet here gives its least time"
+        flops = FLOPS.show(_flops_of(step.work))
+        answer = f"has {flops}FLOP; no data sheet here gives its least time"
     else:
         time = format_time(step.least_s)
         answer = f"takes at least {time} on {step.device.key}, without communication"
-    yield from textwrap.wrap(f"{what}: a step of one rank {answer}.", _WIDTH)
+    yield from textwrap.wrap(f"{what}: a step of one rank {answer}. {_owned(step)}", _WIDTH)
     yield ""
     several = len(step.parts) > 2
     parts = [(f"layer ({p.name})" if several else "layer", p) for p in step.parts if p.name]
     parts += [("outside of layers", part) for part in step.parts if not part.name]
-    rows = [
-        _part_row(name, part.times, step.flops_of(part), step.bytes_of(part), step, part)
-        for name, part in parts
-    ]
-    rows.append(_part_row("step", 1, step.flops, step.bytes_moved, step, None))
+    rows = [_part_row(name, part.times, part.work, step) for name, part in parts]
+    rows.append(_part_row("step", 1, step.work, step))
     yield from _table(rows, [Column("part"), *_work_columns([step])])
 
 
-def _part_row(
-    name: str, times: int, flops: int, bytes_moved: int, step: Step, part: StepPart | None
-) -> Row:
-    time_s = step.least_s_of(part) if part else step.least_s
+def _owned(step: Step) -> str:
+    """Return how many parameters the step's optimizer updates, which the sharding decides."""
+    updates = (op.num_params * n for op, n in step.work.items() if isinstance(op, Optimizer))
+    axes = step.shape.layout.axes
+    return (
+        f"Its AdamW updates {sum(updates) / 1e9:.4g} B parameters "
+        f"(--tp {axes.tp} --ep {axes.ep} --dp-shard {axes.dp_shard})."
+    )
+
+
+def _part_row(name: str, times: int, work: Mapping[Op | Kernel, int], step: Step) -> Row:
     return {
         "part": name,
         "calls_per_step": times,
-        "flops": flops,
-        "bytes_moved": bytes_moved,
-        "least_s": time_s,
-        "share_of_step_pct": step.share_pct(part.work, times) if part else 100.0,
+        **_costs_of(work, step),
+        "share_of_step_pct": step.share_pct(work, times),
+    }
+
+
+def _costs_of(work: Mapping[Op | Kernel, int], step: Step) -> Row:
+    return {
+        "flops": _flops_of(work),
+        "bytes_moved": sum((op.bytes_moved or 0) * count for op, count in work.items()),
+        "least_s": step.least_s_of(work),
+        "predicted_s": step.time_s_of(work),
     }
 
 
@@ -261,7 +259,7 @@ def _other_rows(planned: Sequence[tuple[OpCase, Row]], step: Step) -> Iterator[R
         for case, _ in planned
         if any(_steps_at([(label.model, label.mbs)], [step]) for label in case.labels)
     }
-    work = step.others(ops)
+    work = {op: count for op, count in step.work.items() if op not in ops}
     if not work:
         return
     inputs = step.shape.inputs
@@ -271,9 +269,7 @@ def _other_rows(planned: Sequence[tuple[OpCase, Row]], step: Step) -> Iterator[R
         "dtype": str(inputs.products.dtype if inputs.products else inputs.dtype),
         "operator": "other operators",
         "calls_per_step": 1,
-        "flops": _flops_of(work),
-        "bytes_moved": _bytes_of(work),
-        "least_s": step.least_s_of_work(work),
+        **_costs_of(work, step),
         "share_of_step_pct": step.share_pct(work),
     }
 
@@ -292,7 +288,7 @@ def _in_steps(op: Op, steps: Iterable[Step], calls: int | None = None) -> Row:
     """
     pairs: set[tuple[int, float | None]] = set()
     for step in steps:
-        if count := step.calls(op) if calls is None else min(calls, step.calls(op)):
+        if count := step.work[op] if calls is None else min(calls, step.work[op]):
             pairs.add((count, step.share_pct({op: count})))
     calls, share = pairs.pop() if len(pairs) == 1 else (None, None)
     return {"calls_per_step": calls, "share_of_step_pct": share}
@@ -305,18 +301,12 @@ def _columns(rows: Sequence[Row], steps: Sequence[Step]) -> list[Column[Any]]:
         for name in ("model", "mbs", "dtype", "rate")
         if len({row[name] for row in rows} - {"", None}) > 1
     ]
-    predicted: Column[Any] = Column("predicted_s", unit=SECONDS, heading="predicted", leaves=1)
-    *work, share = _work_columns(steps)
-    return [*apart, Column("operator"), Column("shape", words=_shape), *work, predicted, share]
+    return [*apart, Column("operator"), Column("shape", words=_shape), *_work_columns(steps)]
 
 
 def _shape(row: Row) -> str:
     """Return the shape; equal sizes of an attention's heads are one, for 80 columns."""
-    return re.sub(r"\b(d\d+)/(\d+)\b", _one_size, text(row, "shape"))
-
-
-def _one_size(sizes: re.Match[str]) -> str:
-    return sizes[1] if sizes[1] == f"d{sizes[2]}" else sizes[0]
+    return re.sub(r"\bd(\d+)/\1\b", r"d\1", text(row, "shape"))
 
 
 def _operator(rows: Iterable[Row]) -> str:
@@ -343,6 +333,7 @@ def _work_columns(steps: Sequence[Step]) -> list[Column[Any]]:
         Column("flops", unit=FLOPS, heading="FLOPs", leaves=5),
         Column("bytes_moved", unit=BYTES, heading="moved", leaves=4),
         Column("least_s", unit=SECONDS, heading="at least", leaves=3),
+        Column("predicted_s", unit=SECONDS, heading="predicted", leaves=1),
         Column("share_of_step_pct", unit=SHARE, heading="of time" if of_time else "of FLOPs"),
     ]
 

@@ -15,9 +15,19 @@ from torch import Tensor
 
 from stepmark.cases.case import OpCase
 from stepmark.cases.record import Check
+from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring.ranks import Ranks
-from stepmark.measuring.verify import TORCH_DTYPE, compare, merge, poison, tolerance
+from stepmark.measuring.verify import (
+    TORCH_DTYPE,
+    UNIT_ROUNDOFF,
+    Tolerance,
+    compare,
+    merge,
+    poison,
+    tensors_of,
+    tolerance,
+)
 from stepmark.model.ops import Custom
 from stepmark.model.ops.custom import digest_of
 from stepmark.operators.bench.call import Call, Impl, set_matmul_precision
@@ -26,6 +36,7 @@ from stepmark.workloads.user_function import find_function, load_module, reporte
 
 _NO_HINTS: Mapping[str, str] = MappingProxyType({})
 _CHUNK = 2**24  # elements of a result that are compared at a time
+_ROUNDOFF_8_BITS = {TORCH_DTYPE[dtype]: UNIT_ROUNDOFF[dtype] for dtype in DType if dtype.is_fp8}
 
 
 def completed(case: OpCase, op: Custom, ranks: Ranks) -> OpCase:
@@ -36,15 +47,7 @@ def completed(case: OpCase, op: Custom, ranks: Ranks) -> OpCase:
     problem: ConfigError | None = None
     try:
         _check_unedited(op)
-        built = _build(op, case.backend, ranks.device)
-        tensors = _tensors(built.operands)
-        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        op = dataclasses.replace(
-            op,
-            flops=built.flops,
-            bytes_moved=built.bytes_moved,
-            memory_bytes=sum(sizes.values()),
-        )
+        op = _with_work(op, case.backend, ranks.device)
     except ConfigError as error:
         # Without memory the case fails alone, when it is measured.
         is_memory = isinstance(error.__cause__, torch.OutOfMemoryError)
@@ -53,6 +56,23 @@ def completed(case: OpCase, op: Custom, ranks: Ranks) -> OpCase:
         if other is not None:
             raise other
     return dataclasses.replace(case, op=op)
+
+
+def planned(case: OpCase, op: Custom) -> OpCase:
+    """Return the case as `completed` does, by operands without data. Raises ConfigError."""
+    return dataclasses.replace(case, op=_with_work(op, case.backend, torch.device("meta")))
+
+
+def _with_work(op: Custom, backend: str, device: torch.device) -> Custom:
+    built = _build(op, backend, device)
+    storages = (tensor.untyped_storage() for tensor in _tensors(built.operands))
+    sizes = {storage._cdata: storage.nbytes() for storage in storages}  # a view has its base's
+    return dataclasses.replace(
+        op,
+        flops=built.flops,
+        bytes_moved=built.bytes_moved,
+        memory_bytes=sum(sizes.values()),
+    )
 
 
 def _check_unedited(op: Custom) -> None:
@@ -123,12 +143,21 @@ def _check(name: str, op: Custom, built: CustomOp) -> Check:
     if (shapes := _shapes(results)) != (allowed := _shapes(expected)):
         raise ConfigError(f"{name}: result of call", shapes, f"{allowed}, as the reference's")
     longest = max(itertools.chain((1,), *(t.shape for t in (*operands, *results))))
-    limit = built.tolerance
-    if limit is None:
-        limit = tolerance(op.dtype, length=longest, roundings=4)
+    own = tolerance(op.dtype, length=longest, roundings=4)
+    # A result in 8 bits has the rounding to them, too.
+    stored = max(_ROUNDOFF_8_BITS.get(result.dtype, 0.0) for result in results)
+    by_type = Tolerance(own.max_rel_err + stored, own.rms_err)
+    limit = by_type if built.tolerance is None else Tolerance(built.tolerance)
     check = merge(map(functools.partial(_compared, limit=limit), results, expected))
     _restore(operands, before)
-    return check
+    return dataclasses.replace(check, result_dtype=_other_dtype(op, results))
+
+
+def _other_dtype(op: Custom, results: Iterable[Tensor]) -> str:
+    """Return the type of a result that is wider or narrower than the case's; "" of none."""
+    floats = {t.dtype for t in results if t.is_floating_point()} - {TORCH_DTYPE[op.dtype]}
+    names = (str(dtype).removeprefix("torch.") for dtype in floats)
+    return "" if op.dtype.is_narrow else " ".join(sorted(names))
 
 
 def _poison_result(name: str, built: CustomOp, operands: Iterable[Tensor]) -> None:
@@ -139,7 +168,7 @@ def _poison_result(name: str, built: CustomOp, operands: Iterable[Tensor]) -> No
             poison(tensor)
 
 
-def _compared(out: Tensor, ref: Tensor, limit: float) -> Check:
+def _compared(out: Tensor, ref: Tensor, limit: Tolerance) -> Check:
     """Compare all elements, some at a time, with the error scale of the whole result."""
     reference = f"{str(ref.dtype).removeprefix('torch.')}, all elements"
     parts = ref.detach().to(out.device).flatten().split(_CHUNK)
@@ -171,11 +200,9 @@ def _tensors(values: Iterable[object]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _results(name: str, field: str, value: object) -> list[Tensor]:
+def _results(name: str, field: str, value: object) -> tuple[Tensor, ...]:
     """Return the tensors of a result. Raises ConfigError where there is none."""
-    tensors = [value] if isinstance(value, Tensor) else []
-    if isinstance(value, tuple | list):
-        tensors = _tensors(value)
+    tensors = tensors_of(value)
     if not tensors:
         allowed = "a function that returns a tensor, or a tuple of tensors"
         raise ConfigError(f"{name}: {field}", type(value).__name__, allowed)
