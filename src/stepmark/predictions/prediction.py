@@ -8,6 +8,7 @@ from typing import Any
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.train_words import techniques
 from stepmark.ground.units import TFLOP
+from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.predictions.factors import Anchored
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.interval import Interval
@@ -20,12 +21,19 @@ from stepmark.step.workload_stages import missing_pipeline
 from stepmark.step_memory import memory, workload_memory
 from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.tables.columns import Row
-from stepmark.timeline.ledger import CONTENTION, TRANSFER, WAITING, Group, Idle, Ledger
+from stepmark.timeline.ledger import (
+    CONTENTION,
+    CRITICAL,
+    TRANSFER,
+    WAITING,
+    Group,
+    Idle,
+    Ledger,
+)
 from stepmark.timeline.step_cost import Source
 
 HOST = "the host"
 DEVICE = "the device"
-EXPOSED = "exposed communication"
 _CLOSE_MEMORY = Note.of(  # docs/prediction.md
     Topic.MEMORY,
     "memory may run out, and torch's allocator then frees its cache in every step: "
@@ -291,11 +299,15 @@ def _rows_of(stages: Iterable[RankMemory]) -> tuple[Mapping[str, int], ...]:
 
 
 def shares_pct(ledger: Ledger) -> dict[str, float]:
-    """Return what the step waits for with its share, the largest first; they add up to 100."""
+    """Return what the step waits for with its share, the largest first; they add up to 100.
+
+    Compute under communication counts for what is on the critical path of the step.
+    """
     waiting_ns = ledger.within.get(WAITING, 0)
+    hidden_ns = ledger.within.get(CRITICAL, 0)
     causes = {
-        "computation": ledger.total(Group.COMPUTE) + ledger.total(Group.OVERLAPPED),
-        EXPOSED: ledger.total(Group.COMM) - waiting_ns,
+        "computation": ledger.total(Group.COMPUTE) + ledger.total(Group.OVERLAPPED) - hidden_ns,
+        COMMUNICATION: ledger.total(Group.COMM) - waiting_ns + hidden_ns,
         "the pipeline bubble": waiting_ns + ledger.lines.get((Group.IDLE, Idle.RANK), 0),
         HOST: ledger.lines.get((Group.IDLE, Idle.HOST), 0),
         "launch gaps": ledger.lines.get((Group.IDLE, Idle.LAUNCH_GAP), 0),

@@ -14,6 +14,7 @@ from stepmark.ground.units import GIB, format_bytes, format_time
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.device import find_device_by_alias, unknown_device
+from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.model.systems import find_system
 from stepmark.predictions.anchored_steps import check_columns
 from stepmark.predictions.framework_job import generated
@@ -42,7 +43,7 @@ _FIGURES = (
 # What the console calls that for which a step waits.
 _LIMITS = {
     "computation": "compute",
-    "exposed communication": "comm",
+    COMMUNICATION: "comm",
     "the pipeline bubble": "bubble",
     "the host": "host",
 }

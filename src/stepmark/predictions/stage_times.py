@@ -5,7 +5,7 @@ Lines are a sum over the items of the stage, which calls of communication cut.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from stepmark.predictions.works import Busy, Call, Segment, is_compute
 from stepmark.step.workload import COMPUTE, CommOp, Operation
 from stepmark.timeline.ledger import (
     CONTENTION,
+    CRITICAL,
     RECOMPUTED,
     TRANSFER,
     WAITING,
@@ -39,11 +40,12 @@ class _Cover(NamedTuple):
 
 
 def seconds_of(
-    lane: Lane, end: float, length_s: float
+    lane: Lane, end: float, length_s: float, critical: Sequence[tuple[float, float]]
 ) -> tuple[dict[Line, float], dict[str, float], float]:
     """Return the seconds of a stage's window by line, of what is within, and of messages.
 
-    end: of the window. What is left of the window is idle.
+    end: of the window. What is left of the window is idle. critical: when messages on the
+    critical path move.
     """
     start = end - length_s
     busy = _serial([each for each in lane.busy if each.end > start and each.start < end])
@@ -52,6 +54,7 @@ def seconds_of(
     moves = _covers([(*times, TRANSFER) for times in lane.transferred], start, end)
     hidden = _under(calls, busy)
     moving = _under(moves, busy)
+    awaited = _under(_covers([(*times, CRITICAL) for times in critical], start, end), busy)
     contention_s = sum(each.extra_s for each in busy)
     lines = defaultdict[Line, float](float)
     recomputed_s = 0.0
@@ -66,13 +69,18 @@ def seconds_of(
     for call in calls:
         lines[Group.COMM, call.name] += call.end - call.start
     moved_s = sum(move.end - move.start for move in moves)
-    computed_s = sum(time_s for (_, work, _), time_s in moving.items() if is_compute(work))
+    computed_s = _computed_s(moving)
     within = {
         CONTENTION: contention_s,
         RECOMPUTED: recomputed_s,
+        CRITICAL: _computed_s(awaited),
         TRANSFER: moved_s - computed_s,
     }
     return lines, within, moved_s
+
+
+def _computed_s(times: Mapping[tuple[str, Work | Idle, bool], float]) -> float:
+    return sum(time_s for (_, work, _), time_s in times.items() if is_compute(work))
 
 
 def _line(work: Work | Idle) -> Line:
