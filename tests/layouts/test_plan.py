@@ -357,7 +357,7 @@ def test_the_answer_comes_first() -> None:
     assert re.match(r"llama-3\.1-8b on 16 h100-sxm: megatron, .*mbs 1", text[0])
     assert re.match(
         r"  step [\d.]+ m?s, [\d,]+ tokens/s/GPU, .* MFU \(causal\), fits \([\d.]+ of 80 GiB "
-        r"reserved\), bound by computing \([\d.]+% of the step\), [\d.]+ days",
+        r"reserved\), bound by computation \([\d.]+ % of the step\), [\d.]+ days",
         text[1],
     )
     assert re.match(r"  searched \d+ layouts in \d+ s: \d+ need more memory, \d+ sim", text[3])

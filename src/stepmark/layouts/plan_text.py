@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from stepmark.ground.units import GIB, format_time
 from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.plan_options import ALL_TO_ALL, EXCHANGES, PlanOptions
+from stepmark.predictions.prediction import HOST, shares_pct
 from stepmark.predictions.prediction_grid import Row
 from stepmark.predictions.prediction_text import anchor_lines, fit_text
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
 from stepmark.tables.table import Table
+from stepmark.timeline.ledger import Ledger
 
 FRAMEWORKS = {"megatron": "Megatron", "pytorch": "PyTorch"}
 _RARE = ("vpp", "cp", "ep")  # axes
@@ -29,7 +31,7 @@ def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
     """Yield the answer for one number of GPUs."""
     best = result.rows[0]
     yield f"{best['name']} on {result.num_gpus} {options.device}: {place(best)}"
-    yield f"  {_figures(best, result.cluster.device.hbm_bytes)}"
+    yield f"  {_figures(best, result.best.ledger, result.cluster.device.hbm_bytes)}"
     yield f"  {_assumed(options, result)}"
     yield f"  {_searched(result)}"
     yield f"  {result.command}"
@@ -93,15 +95,16 @@ def place(row: Row) -> str:
     return ", ".join((row["framework"], *degrees, *schedule, *hops, *replicated, again))
 
 
-def _figures(row: Row, device_bytes: int | None) -> str:
+def _figures(row: Row, ledger: Ledger, device_bytes: int | None) -> str:
     """Return the step, its rate, whether it fits, and what most of it is."""
     figures = [f"step {format_time(row['step_s'])}"]
     figures += [f"{row['tokens_per_s_gpu']:,.0f} tokens/s/GPU"]
     if row["mfu_pct"] is not None:
         figures += [f"{row['mfu_pct']:.1f} % MFU (causal)"]
     figures += [fit_text(row["verdict"], row["reserved_bytes"], device_bytes)]
-    part = max(PARTS, key=lambda name: PARTS[name](row))
-    figures += [f"bound by {part} ({PARTS[part](row) / row['step_s']:.1%} of the step)"]
+    shares = shares_pct(ledger)
+    part = HOST if row["bound"] == "host" else next(iter(shares))
+    figures += [f"bound by {part} ({shares.get(part, 0.0):.1f} % of the step)"]
     if row["days"] is not None:
         figures += [f"{row['days']:,.1f} days"]
     if row["cost"] is not None:

@@ -38,7 +38,9 @@ def critical_messages(lane: Lane, number: int, since: float) -> Iterator[tuple[f
         if place:
             awaited.append((number, queue[place - 1]))
         if number:
-            before = of_step_before.get(item, []) if place else [queue[-1], program.queues[0][-1]]
+            before = (
+                of_step_before.get(item, []) if place else [queue[-1], program.queues[0][-1]]
+            )
             awaited += [(number - 1, dep) for dep in before]
         ends = [(lane.steps[step].ends[dep], step, dep) for step, dep in awaited]
         path = [max(ends)] if ends and not (lane.has_host and start > max(ends)[0]) else []

@@ -333,9 +333,7 @@ class SteadyStep:
         lines, within, moved_s = seconds_of(recorded, lane.ends[self.number], whole_s, path)
         if self.num_omitted:
             end = _main_end(lane, self.number, -1)
-            more, more_within, more_moved_s = seconds_of(
-                recorded, end, self.period_s, path
-            )
+            more, more_within, more_moved_s = seconds_of(recorded, end, self.period_s, path)
             for line, time_s in more.items():
                 lines[line] = lines.get(line, 0.0) + self.num_omitted * time_s
             for name, time_s in more_within.items():
