@@ -245,6 +245,28 @@ def test_what_prints_more_is_refused_where_nothing_more_is_printed(
     assert reason in err
 
 
+def test_the_assumed_load_of_experts_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["qwen3-30b-a3b", "--framework", "megatron", "--nproc", "8", "--ep", "8"]
+    words += ["--gbs", "64", "--device", "h100-sxm"]
+    even, _ = predicted(words, tmp_path, capsys)
+    assert "top 8 of 128 experts (even routing)" in even.replace(",\n    ", ", ")
+    uneven, _ = predicted([*words, "--imbalance", "1.5"], tmp_path, capsys)
+    assert "top 8 of 128 experts (imbalance 1.5)" in uneven.replace(",\n    ", ", ")
+
+
+def test_notes_on_costs_without_a_measurement_say_what_the_rules_are_for() -> None:
+    job = {"nproc": 64, "strategy": "fsdp", "ep": 8, "ac": "full"}
+    notes = sm.predict("qwen3-30b-a3b", device="b200", **job).notes
+    shares = [note for note in notes if "of the compute time is" in note]
+    assert any("by rules for operators that were not measured on b200" in n for n in shares)
+    prediction = sm.predict("llama-3.1-8b", device="mi300x", nproc=1)
+    (note,) = [note for note in prediction.notes if "compute time" in note]
+    expected = "100% of the compute time is by shares of the peak that AMD's devices reach, "
+    assert note == expected + "because no operator was measured on mi300x"
+
+
 # A job whose first note is on this.
 FIRST = {
     f"{AICB} --device h200": "the file has no computation",

@@ -105,9 +105,8 @@ def by_sheet(device: DeviceSpec) -> str:
     """Return whose measurements the times of a device are by data sheet."""
     like = kernel_times(device).like
     if like is None:
-        return (
-            f"by shares of the peak that AMD's devices reach, for want of any of {device.key}"
-        )
+        none = f"because no operator was measured on {device.key}"
+        return f"by shares of the peak that {device.vendor.upper()}'s devices reach, {none}"
     text = f"by operators that were measured sustained on {like.key}"
     return text if like is device else f"{text}, with {device.key}'s peak and bandwidth"
 
@@ -118,11 +117,13 @@ def _source_notes(prediction: Prediction) -> Iterator[Note]:
     total = sum(sources.values())
     device = prediction.inputs.device
     sheet = by_sheet(device) if device else ""
+    like = kernel_times(device).like if device else None
+    rule = f"by rules for operators that were not measured on {like.key}" if like else sheet
     texts = {
         Source.SCALED: (Topic.RULES, "is scaled from other shapes"),
         Source.OPERATOR: (Topic.RULES, "is that of operators measured by themselves"),
         Source.SHEET: (Topic.ORIGIN, f"is {sheet}"),
-        Source.RULE: (Topic.RULES, f"is {sheet}, by a rule where none was"),
+        Source.RULE: (Topic.RULES, f"is {rule}"),
         Source.FILE: (Topic.ORIGIN, "is the workload file's own"),
     }
     for source, (topic, text) in texts.items():

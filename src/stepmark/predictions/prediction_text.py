@@ -139,8 +139,12 @@ def _assumptions(prediction: Prediction, document: Mapping[str, Any]) -> Iterato
         yield f"network {name} ({about})" if about else f"network {name}"
     if prediction.interval and prediction.interval.is_known:
         yield str(prediction.interval)
-    if model := prediction.inputs.workload.model:
+    if model := inputs.workload.model:
         yield params_text(model)
+        if moe := model.moe:
+            imbalance = inputs.workload.settings.get("imbalance")
+            load = f"imbalance {imbalance:g}" if imbalance else "even routing"
+            yield f"top {moe.top_k} of {moe.num_experts} experts ({load})"
     if document["tokens"]:
         yield f"{document['tokens']:,} tokens a step"
         yield from _shape_words(document)

@@ -97,9 +97,7 @@ _EFFECTS: dict[str, tuple[str, _Test]] = {
         ),
         ("dropout is left out", _is_set),
     ),
-    **dict.fromkeys(
-        ("attention_bias", "mlp_bias"), (_IGNORED, _is_set)
-    ),
+    **dict.fromkeys(("attention_bias", "mlp_bias"), (_IGNORED, _is_set)),
     **dict.fromkeys(("qk_norm", "use_qk_norm"), ("queries and keys are not normed", _is_set)),
     **dict.fromkeys(
         (
