@@ -171,19 +171,7 @@ class Prediction:
 
     def rows(self) -> list[Row]:
         """Return the lines of the ledgers, which add up to the step of each stage."""
-        return [
-            {
-                "stage": stage,
-                "group": str(group),
-                "line": str(name),
-                "time_ns": time_ns,
-                "share_pct": 100 * time_ns / ledger.window_ns if ledger.window_ns else None,
-            }
-            for stage, ledger in enumerate(self.step.ledgers)
-            for (group, name), time_ns in sorted(
-                ledger.lines.items(), key=lambda line: (_ORDER[line[0][0]], -line[1])
-            )
-        ]
+        return ledger_rows(self.step.ledgers)
 
     def part_rows(self) -> list[Row]:
         """Return parts of lines by stage, such as the waiting in exposed communication."""
@@ -315,6 +303,37 @@ def shares_pct(ledger: Ledger) -> dict[str, float]:
     }
     ordered = sorted(causes.items(), key=lambda cause: -cause[1])
     return {name: 100 * time_ns / ledger.window_ns for name, time_ns in ordered if time_ns}
+
+
+def ledger_rows(ledgers: Iterable[Ledger]) -> list[Row]:
+    """Return the lines of each stage, by group, the largest first."""
+    return [
+        {
+            "stage": stage,
+            "group": str(group),
+            "line": str(name),
+            "time_ns": time_ns,
+            "share_pct": 100 * time_ns / ledger.window_ns if ledger.window_ns else None,
+        }
+        for stage, ledger in enumerate(ledgers)
+        for (group, name), time_ns in sorted(
+            ledger.lines.items(), key=lambda line: (_ORDER[line[0][0]], -line[1])
+        )
+    ]
+
+
+def with_waiting(own: Ledger) -> Ledger:
+    """Return a ledger with waiting as a line of its own, as the answer has the bubble.
+
+    Messages of a pipeline contain it, and would look slow.
+    """
+    waiting_ns = own.within.get(WAITING, 0)
+    if not waiting_ns:
+        return own
+    lines = {line: time_ns for line, time_ns in own.lines.items() if line[0] is not Group.COMM}
+    lines[Group.COMM, COMMUNICATION] = own.total(Group.COMM) - waiting_ns
+    lines[Group.IDLE, WAITING] = waiting_ns
+    return Ledger(window_ns=own.window_ns, lines=lines)
 
 
 def ledgers_of(document: Mapping[str, Any]) -> tuple[Ledger, ...]:

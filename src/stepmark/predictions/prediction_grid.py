@@ -36,8 +36,16 @@ _MOST_ROWS = 40
 # Figures of a prediction's document that are in a row as they are.
 _FIGURES = (
     *("name", "num_ranks", "tokens", "seq_len", "network", "step_s", "is_lower_bound"),
-    *("tokens_per_s", "tokens_per_s_gpu", "mfu_pct", "hfu_pct", "tflops", "comm_s"),
-    *("exposed_comm_s", "bubble_s", "power_w", "clock_hz", "energy_per_token_j"),
+    *("tokens_per_s", "tokens_per_s_gpu", "mfu_pct", "hfu_pct", "tflops", "mbs", "techniques"),
+    *(
+        "comm_s",
+        "exposed_comm_s",
+        "contention_s",
+        "bubble_s",
+        "power_w",
+        "clock_hz",
+        "energy_per_token_j",
+    ),
     *("run_tokens", "days", "gpu_hours", "gpu_hour_price", "cost"),
 )
 # What the console calls that for which a step waits.
@@ -55,11 +63,13 @@ _VERDICTS = ("fits", "close", "does not fit")
 class PredictionGrid:
     """Rows, the best first, and the combinations that are refused.
 
-    refused: the axes of each, with its reason. notes: on rows, with the number of rows.
+    jobs: of the rows. refused: the axes of each, with its reason. notes: on rows, with the
+    number of rows.
     """
 
     axes: Sequence[Axis]
     rows: Sequence[Row]
+    jobs: Sequence[Job]
     refused: Sequence[Row]
     notes: Mapping[str, int]
 
@@ -156,7 +166,7 @@ def predict_grid(
     Raises ConfigError where no combination is a step.
     """
     _check(grid)
-    rows: list[Row] = []
+    predicted: list[tuple[Row, Job]] = []
     refused: list[Row] = []
     errors: list[ConfigError] = []
     notes = Counter[str]()
@@ -173,16 +183,17 @@ def predict_grid(
                 errors.append(error)
                 refused.append({**place, "reason": str(spell(error))})
                 continue
-            rows.append({**row_of(prediction.figures()), **place})
+            predicted.append(({**row_of(prediction.figures()), **place}, job))
             notes.update(dict.fromkeys(prediction.all_notes, 1))
-    if not rows:
+    if not predicted:
         raise errors[0]
     if anchored:
         doubts = noted(Topic.CALIBRATION, anchored.notes)
-        notes.update(dict.fromkeys(doubts, len(rows)))
-    is_by_cost = _is_by_cost(grid.axes, rows)
-    rows.sort(key=lambda row: _order(row, is_by_cost=is_by_cost))
-    return PredictionGrid(axes=grid.axes, rows=rows, refused=refused, notes=notes)
+        notes.update(dict.fromkeys(doubts, len(predicted)))
+    is_by_cost = _is_by_cost(grid.axes, [row for row, _ in predicted])
+    predicted.sort(key=lambda own: _order(own[0], is_by_cost=is_by_cost))
+    rows, jobs = zip(*predicted, strict=True)
+    return PredictionGrid(axes=grid.axes, rows=rows, jobs=jobs, refused=refused, notes=notes)
 
 
 def _check(grid: Grid[Job]) -> None:
