@@ -25,9 +25,11 @@ def notes_of(prediction: Prediction) -> Iterator[Note]:
     yield from noted(Topic.LOWER_BOUND, file.gaps if file else ())
     model_notes = [*_model_notes(inputs)]
     yield from noted(Topic.MODEL, model_notes)
-    if not inputs.times_of_file and not read_notes(workload):
-        # What a generated step assumes: of a pipeline it is the layers of each stage.
-        topic = Topic.MODEL if len(workload.stages) > 1 else Topic.ORIGIN
+    has_stages = len(workload.stages) > 1
+    is_generated = not inputs.times_of_file and not read_notes(workload)
+    if is_generated and (has_stages or inputs.case is None):
+        # What the step assumes: of a pipeline it is the layers of each stage.
+        topic = Topic.MODEL if has_stages else Topic.ORIGIN
         yield from noted(topic, (n for n in workload.notes if n not in model_notes))
     yield from noted(Topic.LOWER_BOUND, _unknown_notes(prediction.unknown))
     if prediction.offload_share > 1:
