@@ -8,6 +8,8 @@ from stepmark.predictions.regions import Region
 from stepmark.predictions.step_events import Lane
 from stepmark.predictions.works import Call
 
+_SAME = 1e-9  # of a step: times that differ less are equal
+
 
 def critical_messages(lane: Lane, number: int, since: float) -> Iterator[tuple[float, float]]:
     """Yield when messages on the critical path of a step move, the latest first.
@@ -22,6 +24,7 @@ def critical_messages(lane: Lane, number: int, since: float) -> Iterator[tuple[f
     for dep, dependents in program.next_dependents.items():
         for dependent in dependents:
             of_step_before[dependent].append(dep)
+    tolerance = _SAME * (lane.ends[number] - since)
     path = [(lane.ends[number], number, program.queues[0][-1])]
     while path and path[0][0] > since:
         end, number, item = path[0]
@@ -30,7 +33,7 @@ def critical_messages(lane: Lane, number: int, since: float) -> Iterator[tuple[f
         if isinstance(work, Call):
             yield lane.moved.get((number, item), start), end
         elif isinstance(work, Region):
-            inside = critical_messages(work.lane, 0, since - start)
+            inside = critical_messages(work.alone, 0, since - start)
             yield from ((start + begin, start + stop) for begin, stop in inside)
         queue = program.queues[program.streams[item]]
         place = bisect_left(queue, item)
@@ -43,4 +46,13 @@ def critical_messages(lane: Lane, number: int, since: float) -> Iterator[tuple[f
             )
             awaited += [(number - 1, dep) for dep in before]
         ends = [(lane.steps[step].ends[dep], step, dep) for step, dep in awaited]
-        path = [max(ends)] if ends and not (lane.has_host and start > max(ends)[0]) else []
+        latest = max((end for end, _, _ in ends), default=start)
+        if lane.has_host and start > latest:
+            return
+        # Of what ends at once, computation: then a faster message shortens nothing.
+        last = [
+            (program.streams[dep] == 0, step, dep, end)
+            for end, step, dep in ends
+            if end >= latest - tolerance
+        ]
+        path = [(end, step, dep) for _, step, dep, end in sorted(last)[-1:]]
