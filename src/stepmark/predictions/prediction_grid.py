@@ -297,6 +297,8 @@ def _common(rows: Sequence[Row]) -> Iterator[str]:
     num_ranks = common("num_ranks")
     step = ["1 rank" if num_ranks == 1 else f"{num_ranks} ranks"] if num_ranks else []
     step += [f"{common('tokens'):,} tokens a step"] if common("tokens") else []
+    if all(row["tokens"] for row in rows) and not common("tokens"):
+        step += ["rows differ in tokens a step: compare tokens/s/GPU"]
     step += [f"seq {common('seq_len')}"] if common("seq_len") else []
     if step:
         yield f"step: {', '.join(step)}"
@@ -307,7 +309,10 @@ def _common(rows: Sequence[Row]) -> Iterator[str]:
         price = common("gpu_hour_price")
         yield f"{text}, at {price:g} a GPU hour" if price else text
     if any(_bytes(row) for row in rows):
-        yield "memory: GiB of the fullest rank, and whether they fit into its device"
+        text = (
+            "memory: GiB that the fullest rank reserves, and whether they fit into its device"
+        )
+        yield f"{text} with what CUDA and NCCL need"
 
 
 def _refusals(refused: Sequence[Row]) -> Iterator[str]:

@@ -117,6 +117,8 @@ def fit_text(
         return f"{format_bytes(num_bytes)} {kind}"
     words = {"fits": "fits", "close": "may not fit", "does not fit": "DOES NOT FIT"}
     sizes = with_one_unit(format_bytes(num_bytes), "of", format_bytes(device_bytes))
+    if verdict == "does not fit" and num_bytes <= device_bytes:
+        kind += "; CUDA and NCCL need more"
     return f"{words[verdict]} ({sizes} {kind})"
 
 
