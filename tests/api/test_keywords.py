@@ -155,7 +155,6 @@ def test_help_and_completion_have_the_options_of_a_verb() -> None:
         names = inspect.signature(function).parameters
         assert {row["keyword"] for row in sm.options(verb)} <= names.keys()
         assert next(reversed(names)) == "options"
-    assert "framework" in {row["keyword"] for row in sm.options("predict")}
 
 
 def test_arrays_are_lists_of_values() -> None:

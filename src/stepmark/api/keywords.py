@@ -30,8 +30,7 @@ _ONLY_PRINTED = {
     *("memory", "emit_tuner", "tuner_plugin"),
 }
 # Words of other tools.
-_RANKS = dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "world_size"), ("nproc", "gpus"))
-_OTHER_NAMES = {**_RANKS, "batch_size": ("mbs", "gbs"), "global_batch_size": ("gbs",)}
+_OTHER_NAMES = dict.fromkeys(("gpus", "num_gpus", "ngpus", "world_size"), ("nproc", "gpus"))
 # A flag in a sentence, but none of a command that the sentence quotes.
 _FLAG = re.compile(r"`[^`]*`|\bstepmark [a-zA-Z][^;,]*|(?<![\w-])--([a-z][a-z0-9-]*)")
 
@@ -115,24 +114,16 @@ def spells_keywords(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def declares(cls: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Give a function the options of a class as its signature, for help and completion."""
-
-    def with_signature(function: Callable[P, R]) -> Callable[P, R]:
-        own = inspect.signature(function)
-        names = [option.name for option in _usable(cls) if option.help]
-        keywords = (
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-            for name in names
-            if name not in own.parameters
-        )
-        *first, others = own.parameters.values()
-        function.__signature__ = own.replace(  # type: ignore[attr-defined]
-            parameters=[*first, *keywords, others]
-        )
-        return function
-
-    return with_signature
+def with_options(function: Callable[..., object], cls: type) -> inspect.Signature:
+    """Return the signature of a function with the options of a class, which others precede."""
+    own = inspect.signature(function)
+    *first, others = own.parameters.values()
+    keywords = [
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for option in _usable(cls)
+        if option.help
+    ]
+    return own.replace(parameters=[*first, *keywords, others])
 
 
 def keyword_of(name: str) -> str:
@@ -175,8 +166,8 @@ def _hint(name: str, names: Mapping[str, Option], *, is_printed: bool) -> str:
         )
     if is_printed:
         return "it is for the command line; the object that is returned has rows() and show()"
-    near = difflib.get_close_matches(name, names, 3, 0.6)
-    near = [word for word in _OTHER_NAMES.get(name, near) if word in names]
+    near = [word for word in _OTHER_NAMES.get(name, ()) if word in names]
+    near = near or difflib.get_close_matches(name, names, 3, 0.6)
     if near:
         return f"it is no keyword here; did you mean {' or '.join(near)}?"
     return "it is no keyword here; options(VERB) lists those that are"

@@ -45,8 +45,4 @@ def options(verb: str, which: str = "") -> Table:
         cls = class_of(verb, [which] if which else [])
     else:
         raise ConfigError("verb", verb, f"one of {', '.join((*VERBS, *_CLASSES))}, workload")
-    rows = describe(cls)
-    if cls is PredictOptions:  # the argument that chooses other options
-        of_framework = describe(framework_job.options_class("megatron"))
-        rows[:0] = [row for row in of_framework if row["keyword"] == "framework"]
-    return Table(rows, OPTION_COLUMNS)
+    return Table(describe(cls), OPTION_COLUMNS)

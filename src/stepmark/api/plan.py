@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from stepmark.api.keywords import declares, read, spells_keywords
+from stepmark.api.keywords import read, spells_keywords, with_options
 from stepmark.api.ledger import to_plotly
 from stepmark.api.model import Model
 from stepmark.api.prediction import Prediction
@@ -66,7 +66,6 @@ class Plan(Table):
         print("\n".join(self._text))  # noqa: T201
 
 
-@declares(PlanOptions)
 @spells_keywords
 def plan(model: str | os.PathLike[str] | Model, **options: object) -> Plan:
     """Search the layouts of a model: the fastest that fits on so many GPUs.
@@ -77,3 +76,7 @@ def plan(model: str | os.PathLike[str] | Model, **options: object) -> Plan:
     """
     own = read(PlanOptions, [model], options)
     return Plan(own, *core.plan(own))
+
+
+# For help and completion.
+plan.__signature__ = with_options(plan, PlanOptions)  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import overload
 
-from stepmark.api.keywords import as_typed, declares, names_of, spells_keywords, text
+from stepmark.api.keywords import as_typed, names_of, spells_keywords, text, with_options
 from stepmark.api.ledger import Ledger
 from stepmark.api.model import Model
 from stepmark.api.workload import Workload
@@ -126,7 +126,6 @@ def predict(
     framework: str | None = None,
     **options: object,
 ) -> Prediction | Predictions: ...
-@declares(PredictOptions)
 @spells_keywords
 def predict(
     what: str | os.PathLike[str] | Model | Workload | None = None,
@@ -156,6 +155,10 @@ def predict(
     if grid.axes:
         return Predictions(prediction_grid.predict_grid(grid, workload=workload), workload)
     return Prediction(of_job(grid.options, workload))
+
+
+# For help and completion.
+predict.__signature__ = with_options(predict, PredictOptions)  # type: ignore[attr-defined]
 
 
 def _options_class(words: Sequence[object], options: Mapping[str, object]) -> type[Job]:

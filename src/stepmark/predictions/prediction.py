@@ -169,10 +169,6 @@ class Prediction:
             verdict = memory.CLOSE
         return replace(estimated, verdict=verdict)
 
-    def rows(self) -> list[Row]:
-        """Return the lines of the ledgers, which add up to the step of each stage."""
-        return ledger_rows(self.step.ledgers)
-
     def part_rows(self) -> list[Row]:
         """Return parts of lines by stage, such as the waiting in exposed communication."""
         return [
@@ -203,7 +199,7 @@ class Prediction:
             "memory": self.memory and asdict(self.memory),
             "measured": self.measured and self._measured_document(self.measured),
             "sources_s": {str(source): time_s for source, time_s in self.sources.items()},
-            "ledger": self.rows(),
+            "ledger": ledger_rows(self.step.ledgers),
             "ledger_parts": self.part_rows(),
             "notes": [*self.all_notes],
         }
@@ -306,7 +302,7 @@ def shares_pct(ledger: Ledger) -> dict[str, float]:
 
 
 def ledger_rows(ledgers: Iterable[Ledger]) -> list[Row]:
-    """Return the lines of each stage, by group, the largest first."""
+    """Return the lines, which add up to the step of each stage, by group, the largest first."""
     return [
         {
             "stage": stage,

@@ -63,13 +63,14 @@ _VERDICTS = ("fits", "close", "does not fit")
 class PredictionGrid:
     """Rows, the best first, and the combinations that are refused.
 
-    jobs: of the rows. refused: the axes of each, with its reason. notes: on rows, with the
+    jobs: of the rows. is_by_cost: the cheapest is first. refused: the axes of each, with its reason. notes: on rows, with the
     number of rows.
     """
 
     axes: Sequence[Axis]
     rows: Sequence[Row]
     jobs: Sequence[Job]
+    is_by_cost: bool
     refused: Sequence[Row]
     notes: Mapping[str, int]
 
@@ -78,10 +79,6 @@ class PredictionGrid:
         """The first row, unless none fits."""
         first = self.rows[0]
         return None if first["verdict"] == "does not fit" else first
-
-    @property
-    def is_by_cost(self) -> bool:
-        return _is_by_cost(self.axes, self.rows)
 
     def place(self, row: Row) -> str:
         """Return the combination of a row, as words."""
@@ -193,7 +190,14 @@ def predict_grid(
     is_by_cost = _is_by_cost(grid.axes, [row for row, _ in predicted])
     predicted.sort(key=lambda own: _order(own[0], is_by_cost=is_by_cost))
     rows, jobs = zip(*predicted, strict=True)
-    return PredictionGrid(axes=grid.axes, rows=rows, jobs=jobs, refused=refused, notes=notes)
+    return PredictionGrid(
+        axes=grid.axes,
+        rows=rows,
+        jobs=jobs,
+        is_by_cost=is_by_cost,
+        refused=refused,
+        notes=notes,
+    )
 
 
 def _check(grid: Grid[Job]) -> None:

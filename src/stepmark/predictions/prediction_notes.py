@@ -23,14 +23,7 @@ def notes_of(prediction: Prediction) -> Iterator[Note]:
     workload = inputs.workload
     file = inputs.file
     yield from noted(Topic.LOWER_BOUND, file.gaps if file else ())
-    model_notes = [*_model_notes(inputs)]
-    yield from noted(Topic.MODEL, model_notes)
-    has_stages = len(workload.stages) > 1
-    is_generated = not inputs.times_of_file and not read_notes(workload)
-    if is_generated and (has_stages or inputs.case is None):
-        # What the step assumes: of a pipeline it is the layers of each stage.
-        topic = Topic.MODEL if has_stages else Topic.ORIGIN
-        yield from noted(topic, (n for n in workload.notes if n not in model_notes))
+    yield from noted(Topic.MODEL, _model_notes(inputs))
     yield from noted(Topic.LOWER_BOUND, _unknown_notes(prediction.unknown))
     if prediction.offload_share > 1:
         text = (
@@ -75,9 +68,10 @@ def _model_notes(inputs: Inputs) -> Iterator[str]:
             f" {100 * share:.3g} % of the weights that a token meets: FLOPs and MFU count them"
         )
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)
-    yield from (
-        f"of the file: {note}" for note in of_file if note not in (*assumed, *unmodelled)
-    )
+    known = (*assumed, *unmodelled)
+    yield from (f"of the file: {note}" for note in of_file if note not in known)
+    if len(workload.stages) > 1 and not of_file:  # such as the layers of each stage
+        yield from (note for note in workload.notes if note not in known)
 
 
 def _length_note(model: ModelConfig | None) -> Iterator[str]:
@@ -107,8 +101,10 @@ def by_sheet(device: DeviceSpec) -> str:
     """Return whose measurements the times of a device are by data sheet."""
     like = kernel_times(device).like
     if like is None:
-        none = f"because no operator was measured on {device.key}"
-        return f"by shares of the peak that {device.vendor.upper()}'s devices reach, {none}"
+        return (
+            f"by shares of the peak that {device.vendor.upper()}'s devices reach,"
+            f" because no operator was measured on {device.key}"
+        )
     text = f"by operators that were measured sustained on {like.key}"
     return text if like is device else f"{text}, with {device.key}'s peak and bandwidth"
 

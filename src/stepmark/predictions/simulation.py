@@ -14,11 +14,10 @@ from itertools import chain
 
 from stepmark.ground.errors import ConfigError
 from stepmark.predictions.compiler import Compiler
-from stepmark.predictions.critical_path import critical_messages
 from stepmark.predictions.free_steps import FreeSteps, is_serial
 from stepmark.predictions.program import Program
 from stepmark.predictions.regions import Region, met, with_items
-from stepmark.predictions.stage_times import seconds_of, spans
+from stepmark.predictions.stage_times import critical_messages, seconds_of, spans
 from stepmark.predictions.step_events import MOST_STEPS, Lane, Simulator, Step
 from stepmark.predictions.works import Call, Clock, Segment
 from stepmark.step.workload import Workload

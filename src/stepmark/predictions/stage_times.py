@@ -4,6 +4,7 @@ Lines are a sum over the items of the stage, which calls of communication cut.
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
@@ -11,6 +12,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stepmark.model.kernel_groups import COMMUNICATION
+from stepmark.predictions.program import Program
+from stepmark.predictions.regions import Region
 from stepmark.predictions.step_events import Lane
 from stepmark.predictions.works import Busy, Call, Segment, is_compute
 from stepmark.step.workload import COMPUTE, CommOp, Operation
@@ -28,6 +31,7 @@ from stepmark.timeline.ledger import (
 from stepmark.timeline.timeline import LEFT_OUT, Span
 
 _NS = 1e9
+_SAME = 1e-9  # of a step: times that differ less are equal
 
 
 class _Cover(NamedTuple):
@@ -81,6 +85,52 @@ def seconds_of(
 
 def _computed_s(times: Mapping[tuple[str, Work | Idle, bool], float]) -> float:
     return sum(time_s for (_, work, _), time_s in times.items() if is_compute(work))
+
+
+def critical_messages(lane: Lane, number: int, since: float) -> Iterator[tuple[float, float]]:
+    """Yield when messages on the critical path of a step move, the latest first.
+
+    since: the time back to which the path is followed. From the last computation it goes back
+    to what ended last of all that an item waits for: the item before on its stream, items of
+    other streams, and those of the step before. It ends at one that waits for its host, which
+    is busy until then; the delays of other stages are no part of it.
+    """
+    program = lane.program
+    tolerance = _SAME * (lane.ends[number] - since)
+    path = [(lane.ends[number], number, program.queues[0][-1])]
+    while path and path[0][0] > since:
+        end, number, item = path[0]
+        work = program.works[item]
+        start = lane.steps[number].starts[item]
+        if isinstance(work, Call):
+            yield lane.moved.get((number, item), start), end
+        elif isinstance(work, Region):
+            inside = critical_messages(work.alone, 0, since - start)
+            yield from ((start + begin, start + stop) for begin, stop in inside)
+        ends = [
+            (lane.steps[step].ends[dep], step, dep)
+            for step, dep in _awaited(program, number, item)
+        ]
+        latest = max((end for end, _, _ in ends), default=start)
+        # Of what ends at once, computation: then a faster message shortens nothing.
+        last = [
+            (program.streams[dep] == 0, step, dep, end)
+            for end, step, dep in ends
+            if end >= latest - tolerance and not (lane.has_host and start > latest)
+        ]
+        path = [(end, step, dep) for _, step, dep, end in sorted(last)[-1:]]
+
+
+def _awaited(program: Program, step: int, item: int) -> list[tuple[int, int]]:
+    """Return the steps and items that an item waits for."""
+    queue = program.queues[program.streams[item]]
+    place = bisect_left(queue, item)
+    awaited = [(step, dep) for dep in (*program.deps[item], *queue[place - 1 : place])]
+    if step:
+        ends = () if place else (queue[-1], program.queues[0][-1])
+        later = (dep for dep, items in program.next_dependents.items() if item in items)
+        awaited += [(step - 1, dep) for dep in (*ends, *later)]
+    return awaited
 
 
 def _line(work: Work | Idle) -> Line:
