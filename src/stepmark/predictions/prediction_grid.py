@@ -63,8 +63,8 @@ _VERDICTS = ("fits", "close", "does not fit")
 class PredictionGrid:
     """Rows, the best first, and the combinations that are refused.
 
-    jobs: of the rows. is_by_cost: the cheapest is first. refused: the axes of each, with its reason. notes: on rows, with the
-    number of rows.
+    jobs: of the rows. is_by_cost: the cheapest is first. refused: the axes of each, with its
+    reason. notes: on rows, with the number of rows.
     """
 
     axes: Sequence[Axis]
@@ -313,10 +313,10 @@ def _common(rows: Sequence[Row]) -> Iterator[str]:
         price = common("gpu_hour_price")
         yield f"{text}, at {price:g} a GPU hour" if price else text
     if any(_bytes(row) for row in rows):
-        text = (
+        yield (
             "memory: GiB that the fullest rank reserves, and whether they fit into its device"
+            " with what CUDA and NCCL need"
         )
-        yield f"{text} with what CUDA and NCCL need"
 
 
 def _refusals(refused: Sequence[Row]) -> Iterator[str]:
