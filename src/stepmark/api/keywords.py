@@ -166,8 +166,8 @@ def _hint(name: str, names: Mapping[str, Option], *, is_printed: bool) -> str:
         )
     if is_printed:
         return "it is for the command line; the object that is returned has rows() and show()"
-    near = [word for word in _OTHER_NAMES.get(name, ()) if word in names]
-    near = near or difflib.get_close_matches(name, names, 3, 0.6)
+    others = [word for word in _OTHER_NAMES.get(name, ()) if word in names]
+    near = others or difflib.get_close_matches(name, names, 3, 0.6)
     if near:
         return f"it is no keyword here; did you mean {' or '.join(near)}?"
     return "it is no keyword here; options(VERB) lists those that are"

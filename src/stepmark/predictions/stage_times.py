@@ -73,12 +73,11 @@ def seconds_of(
     for call in calls:
         lines[Group.COMM, call.name] += call.end - call.start
     moved_s = sum(move.end - move.start for move in moves)
-    computed_s = _computed_s(moving)
     within = {
         CONTENTION: contention_s,
         RECOMPUTED: recomputed_s,
         CRITICAL: _computed_s(awaited),
-        TRANSFER: moved_s - computed_s,
+        TRANSFER: moved_s - _computed_s(moving),
     }
     return lines, within, moved_s
 
