@@ -52,7 +52,7 @@ TOLERANCE = 1e-9
 UNSTEADY = {
     r"/\w+/tmp\w+": "TEMP",
     r"# reading .* \.\.\.\n": "",
-    r"layouts in \d+ s:": "layouts in SECONDS s:",
+    r"layouts in \d+ s\b": "layouts in SECONDS s",
     r", \d+ days? ago": ", DAYS ago",  # of a run whose parts are used
 }
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from ordered_messages import Message, OrderedRecorder
 
 from stepmark.ground.dtypes import MESSAGE_DTYPES, DType
-from stepmark.training.messages import Message, OrderedRecorder
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 

@@ -2,6 +2,7 @@
 
     python validation/normal_ranges.py write    src/stepmark/data/collectives.toml
     python validation/normal_ranges.py score    each table by ranges without it
+    python validation/normal_ranges.py ranges   the table of docs/howto/check-nodes.md
 
 Sources: data/collective-tables.csv (what a table is and where it stands, whether its source
 calls it healthy) and data/collective-rows.csv (its rows), and our own runs of nccl-tests. A
@@ -30,7 +31,7 @@ from stepmark.ground.dtypes import DTYPE_ALIASES  # noqa: E402
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table  # noqa: E402
 from stepmark.ground.units import GB  # noqa: E402
 from stepmark.model.collectives import collective_named  # noqa: E402
-from stepmark.model.device import load_devices  # noqa: E402
+from stepmark.model.device import find_device, load_devices  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
 OUTPUT = ROOT / "src" / "stepmark" / "data" / "collectives.toml"
@@ -147,7 +148,7 @@ def _curves(name: str) -> list[HealthyCurve]:
         if curve.smallest and reference_ranges.has_latency(sample.table):
             estimate = reference_ranges.tuner_latency_s(family, hardware)
             latency = round(curve.smallest.time_s / estimate, 2)
-        if share or latency or curve.half_bytes:
+        if share or latency:
             healthy = HealthyCurve(
                 link=(hardware.device and hardware.device.link_kind) or "",
                 hosts=hardware.hosts,
@@ -156,9 +157,7 @@ def _curves(name: str) -> list[HealthyCurve]:
                 family=family,
                 share=share,
                 latency=latency,
-                half_bytes=curve.half_bytes,
                 source=sample.source,
-                is_own=sample.is_own,
                 fingerprint=curve.fingerprint,
             )
             result.append(healthy)
@@ -176,9 +175,8 @@ def derive(chosen: Sequence[Sample]) -> list[HealthyCurve]:
 HEADER = """# Figures of each curve of healthy tables of collectives. Do not edit: they are
 # derived by `python validation/normal_ranges.py write` from validation/data and our runs.
 # share: peak busbw / rate of the link or NICs (reference_ranges.rate). latency: shortest time
-# up to 64 KiB / NCCL's own estimate (tuner_latency_s). nic_gbit: for each rank. half_bytes:
-# size from which on the bandwidth is at least half of its peak. fingerprint: of sizes and
-# times, so that a table is no reference for itself.
+# up to 64 KiB / NCCL's own estimate (tuner_latency_s). nic_gbit: for each rank. fingerprint:
+# of sizes and times, so that a table is no reference for itself.
 """
 
 
@@ -188,9 +186,7 @@ def toml(curves: Sequence[HealthyCurve]) -> str:
         lines = ["[[curve]]"]
         for name in HealthyCurve.__dataclass_fields__:
             value = getattr(each, name)
-            if isinstance(value, bool):
-                lines += [f"{name} = true"] if value else []
-            elif isinstance(value, str):
+            if isinstance(value, str):
                 lines.append(f"{name} = '{value}'")
             elif value is not None:
                 lines.append(f"{name} = {value!r}")
@@ -218,8 +214,61 @@ def scores(
     return result
 
 
+GPUS = ("H100, H200", "A100 SXM", "B200", "MI300X")
+NAMES = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200", "AMD Instinct MI300X")
+PLACES = ((8, 1, 0.0), (16, 2, 200.0), (16, 2, 400.0), (256, 32, 200.0), (256, 32, 400.0))
+
+
+def ranges_table() -> list[str]:
+    """Return what healthy tables reach, as Markdown; hardware without two tables has no row."""
+    lines = [
+        "| GPUs | hosts | NICs | all-reduce, GB/s | gathers, GB/s | shortest all-reduce "
+        "| tables |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for gpu, name in zip(GPUS, NAMES, strict=True):
+        for ranks, hosts, gbit in PLACES:
+            hardware = reference_ranges.Hardware(
+                device=find_device(name), num_ranks=ranks, num_hosts=hosts, nic_gbit=gbit
+            )
+            families = ("all_reduce", "gather")
+            both = [
+                reference_ranges.reference_range(
+                    reference_ranges.load_healthy(), hardware, family, ""
+                )
+                for family in families
+            ]
+            if not both[0].link or both[0].num_tables < 2 or not both[0].share:
+                continue
+            cells = [
+                _span(each.share, reference_ranges.rate(hardware, each.family, gbit) / GB, "")
+                if each.link
+                else "-"
+                for each in both
+            ]
+            latency_us = reference_ranges.tuner_latency_s("all_reduce", hardware) * 1e6
+            cells += [_span(both[0].latency, latency_us, " us")]
+            cells += [" + ".join(str(each.num_tables) for each in both if each.link)]
+            where = (
+                f"{gpu} | {'3 and more' if hosts > 2 else hosts} | "
+                f"{f'8x{gbit:.0f}G' if hosts > 1 else '-'}"
+            )
+            lines.append(f"| {where} | {' | '.join(cells)} |")
+    return lines
+
+
+def _span(span: tuple[float, float] | None, unit: float, name: str) -> str:
+    if not span:
+        return "-"
+    low, high = (f"{each * unit:.3g}" for each in span)
+    return f"{low}{name}" if low == high else f"{low} to {high}{name}"
+
+
 def main() -> None:
     chosen = samples()
+    if sys.argv[1:] == ["ranges"]:
+        print("\n".join(ranges_table()))
+        return
     if sys.argv[1:] == ["write"]:
         OUTPUT.write_text(toml(derive(chosen)))
         return

@@ -39,7 +39,7 @@ from stepmark.layouts.candidate import Candidate  # noqa: E402
 from stepmark.layouts.cluster import Cluster  # noqa: E402
 from stepmark.layouts.layout_space import LayoutSpace  # noqa: E402
 from stepmark.layouts.plan_options import PlanOptions  # noqa: E402
-from stepmark.layouts.plan_text import PARTS, place  # noqa: E402
+from stepmark.layouts.plan_text import place  # noqa: E402
 from stepmark.layouts.stage_costs import Estimator  # noqa: E402
 from stepmark.model.device import find_device_by_alias  # noqa: E402
 from stepmark.model.model import ModelConfig  # noqa: E402
@@ -234,7 +234,7 @@ def as_published(candidate: Candidate, published: PublishedJob) -> Candidate:
     if is_selective and candidate.recompute == "none":
         changes["recompute_granularity"] = Granularity.SELECTIVE
     job = replace(candidate.job, dtype=published.job.dtype)
-    return candidate.with_job(job, replace(candidate.settings, **changes))
+    return replace(candidate, job=job, settings=replace(candidate.settings, **changes))
 
 
 @dataclass
@@ -348,10 +348,19 @@ def _text(row: Mapping[str, Any]) -> str:
 
 def _parts(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return what a layout's parts are more than another's, of the other's step."""
+    before, after = parts_s(other), parts_s(row)
     return ", ".join(
-        f"{name} {(part(row) - part(other)) / other['step_s']:+.1%}"
-        for name, part in PARTS.items()
+        f"{name} {(after[name] - before[name]) / other['step_s']:+.1%}" for name in before
     )
+
+
+def parts_s(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of a step by what it waits for; computing has the rest."""
+    waiting = {
+        "exposed communication": row["exposed_comm_s"],
+        "pipeline bubble": row["bubble_s"],
+    }
+    return {"computing": row["step_s"] - sum(waiting.values()), **waiting}
 
 
 def choice_of(search: PublishedSearch) -> Choice:

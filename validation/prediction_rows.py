@@ -37,7 +37,7 @@ from stepmark.cases.flops import per_token
 from stepmark.cases.plan import STEP_LAUNCH
 from stepmark.cases.record import Measured
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import CompileScope
+from stepmark.cases.training import CompileScope, Fp8
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.option_groups import ResumeOptions
 from stepmark.ground.options import WholeNumbers, build, flag
@@ -382,7 +382,7 @@ def _row(own: Mapping[str, Any], records: list[Measured], step: Step | None) -> 
         "ranks": case.num_ranks,
         "mbs": case.mbs,
         "seq_len": case.model.seq_len,
-        "precision": str(case.precision),
+        "precision": str(case.precision) if case.fp8 is Fp8.NONE else f"{case.precision} fp8",
         "ac": str(case.recompute),
         "grad_accum": case.grad_accum,
         "bound": bound,

@@ -357,3 +357,26 @@ def test_names_may_be_long_and_may_repeat(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         call("a" * 5000 + ".txt", QUEUED)
     assert len(document(QUEUED, QUEUED, f"8xH200-all_reduce (2)={QUEUED}")["lines"]) == 48
+
+
+def test_rows_by_step_are_repeats_of_one_launch(tmp_path: Path) -> None:
+    """Step 5 of one launch is no counterpart of step 5 of another."""
+    files = []
+    for name, step_ms in (("a", 100), ("b", 110)):
+        rows = [f"{step},{step_ms + step % 3}.5" for step in range(12)]
+        files.append(tmp_path / f"{name}.csv")
+        files[-1].write_text("\n".join(["step,time_ms", *rows]))
+    (line,) = document(*files)["lines"]
+    assert line["verdict"] == "cannot tell"
+
+
+def test_what_is_not_read_says_what_is(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("".join(f"step {step} loss 2.3 time 455.8 ms\n" for step in range(9)))
+    with pytest.raises(
+        ConfigError, match=r"log of a trainer \(Megatron-LM, .*trace compare A B"
+    ):
+        call(log, log)
+    code, shown = run("logs", str(log))
+    assert code == 3
+    assert "steps      in no format that is read (docs/verbs/logs.md" in shown

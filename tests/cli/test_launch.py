@@ -137,10 +137,19 @@ def test_the_steps_of_a_check_share_its_budget() -> None:
             if "--budget" in line
         ]
         assert budgets == ["600s", "600s"]
+    words = ("--budget", "10m")
     one = script_of("--slurm", "--gpus-per-node", "2", words=("doctor", "--nodes", *words))
-    assert one.count("--budget 1200s") == one.count("--budget") == 1
+    assert one.count("--budget 600s") == one.count("--budget") == 1
     text = script_of(*SLURM, words=("doctor", "--nodes"))
     assert text.count("--budget 300s") == text.count("--budget") == 1
+
+
+def test_a_budget_in_which_healthy_devices_would_count_as_stuck_is_refused() -> None:
+    words = ("doctor", "--nodes", "--budget", "21m")
+    code, _, err = called(*SLURM, "--", *words)
+    assert code == 2
+    assert "at most --timeout (600s)" in err
+    assert "--budget 630s" in script_of(*SLURM, words=(*words, "--timeout", "11m"))
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,27 @@ def test_printed_commands_have_the_same_flags(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.endswith(" -g 2 -N 3 -a 1\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        ("-b 1K -e 8G -f 2 --nproc 256", ["-b 1024 -e 8589934592 -f 2"]),
+        ("-b 1M -e 4M -i 1M --nproc 8", ["-b 1048576 -e 4194304 -i 1048576"]),
+        ("-b 1M -e 1M --nproc 8", ["-b 1048576 -e 1048576"]),
+        (
+            "-b 1M -e 3M -f 1.5 --nproc 8",
+            [f"-b {n} -e {n}" for n in (1048576, 1572864, 2359296)],
+        ),
+    ],
+)
+def test_a_sweep_is_one_printed_command(
+    words: str, printed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nccl-tests walks the same sizes; else there is a command for each size."""
+    assert status(f"comm all_reduce --print nccl-tests {words}".split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("_perf ")[2].partition(" -d ")[0] for line in lines] == printed
+
+
 @pytest.mark.parametrize("words", ["-R 2", "-u 1", "-x 1", "-M 1", "-S 1", "-I 1"])
 def test_other_meanings_in_rccl_tests_are_not_printed(
     words: str, capsys: pytest.CaptureFixture[str]

@@ -275,6 +275,14 @@ def test_two_ranks_on_a_cpu(tmp_path: Path) -> None:
     assert (check.num_devices, check.stage, check.failures) == (0, "", ())
 
 
+def test_a_budget_in_which_a_healthy_device_would_count_as_stuck_is_refused(
+    tmp_path: Path,
+) -> None:
+    done = stepmark(*DOCTOR, "--budget", "700s", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "at most --timeout (600s)" in done.stderr
+
+
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_what_the_budget_has_no_time_for_is_said(tmp_path: Path) -> None:

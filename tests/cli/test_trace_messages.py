@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.store.writers import new_run
-from tests.traces.comm_traces import TraceWriter
+from tests.traces.comm_traces import MAIN, TraceWriter
 from tests.training.train_records import MESSAGES, fsdp, told, train_measured, train_run
 
 from stepmark.cases.message import Tally
@@ -145,7 +145,8 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert sum(int(row["calls"]) for row in csv.DictReader(file)) == 2 * 8 * 26
     assert (tmp_path / "ranks.csv").exists()
     assert (tmp_path / "copies.csv").exists()
-    assert "all_gather" in (tmp_path / "m.html").read_text()
+    page = (tmp_path / "m.html").read_text()
+    assert re.search(r'<pre class="table">collective .*\nall_gather', page), "folded"
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,42 @@ def test_communication_of_unknown_calls_may_be_transfer(
     found = document(capsys, tmp_path)
     assert found["network"]["verdict"][1].startswith("perhaps communication-bound")
     assert "their sizes are not known" in found["notes"][0]
+
+
+def test_a_faster_network_saves_no_time_of_the_host_in_calls(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Calls take 60 us of the host, transfers 20 us: at most these are saved."""
+    work = {"Input Dims": [[4]], "Input type": ["float"]}
+    shapes = {"Input Dims": [[[4]], []], "Input type": ["TensorList", ""]}
+    for rank in range(2):
+        job = TraceWriter(rank=rank, world_size=2, backend="gloo")
+        job.step(1, 0, 200)
+        job.add("cpu_op", "aten::mm", 0, 40, MAIN)
+        job.add("cpu_op", "c10d::allreduce_", 50, 60, MAIN, **shapes)
+        job.add("user_annotation", "gloo:all_reduce", 110, 20, 21, **work)
+        job.write(tmp_path)
+    gains = []
+    for speedup in (1, 2, 4, 1000):
+        report = document(capsys, tmp_path, "--network-speedup", speedup)
+        (gain,) = report["network"]["gains"]
+        gains.append(gain["most_gain_s"])
+        assert gains[-1] <= 20e-6 * (1 - 1 / speedup) + 1e-12
+    assert gains == sorted(gains)
+    assert gains[1] == pytest.approx(10e-6)
+    words = "partly communication-bound (10% to 50% of the step): a network without"
+    assert report["network"]["verdict"][1].startswith(words)
+
+
+def test_exposed_waiting_is_that_of_the_breakdown(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, FSDP8)
+    assert status(["trace", "breakdown", str(FSDP8), "--json", "-"]) == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    for row in found["ranks"]:
+        own = [s["exposed_waiting_ns"] for s in steps if s["rank"] == row["rank"]]
+        assert row["exposed_waiting_s"] == pytest.approx(sum(own) / len(own) * 1e-9)
+    share = "84% of it waiting for other ranks"
+    assert share in found["network"]["verdict"][0]
 
 
 def test_steps_without_any_work_have_no_messages(

@@ -5,7 +5,10 @@ from itertools import permutations
 from random import Random
 
 import pytest
+from tests.tables.records import RUN_ID
 
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.record import Record, Skipped
 from stepmark.collectives.comm_columns import rows
 from stepmark.collectives.comm_figures import heat_map
 from stepmark.collectives.comm_remarks import PairMatrix, comm_lines, matrices, matrix_lines
@@ -35,7 +38,7 @@ def test_a_third_of_the_rate_is_named() -> None:
     assert latency.slow == []
     text = "\n".join(matrix_lines(bandwidth))
     assert f"slow: 3 -> 5 {value:.3g} GB/s, median {bandwidth.median:.3g}" in text
-    assert "no slow link" in matrix_lines(latency)[-1]
+    assert "no slow link" in "\n".join(matrix_lines(latency))
 
 
 def pings(mode: Mode, issue_s: float, times_s: list[float]) -> PairMatrix:
@@ -58,6 +61,39 @@ def test_a_latency_is_slow_if_its_best_sample_is() -> None:
     """The first link never gets under 20 us; the second once reaches the others' 7 us."""
     found = pings(Mode.GRAPH, 0.0, [20e-6, 20e-6, 7e-6, 7e-6, 7e-6, 7e-6])
     assert [link[:2] for link in found.slow] == [(0, 1)]
+
+
+def test_links_that_are_slow_most_of_the_time_are_listed() -> None:
+    """The verdict is by the best sample, the cells are medians: the text shows both."""
+    found = pings(Mode.GRAPH, 0.0, [7e-6, 20e-6, 7e-6, 7e-6, 7e-6, 7e-6])
+    lines = matrix_lines(found)
+    assert lines[0].endswith("medians of samples")
+    assert lines[-2] == "no slow link, median 7 us: no best sample is 10% above it"
+    assert lines[-1] == "intermittent: 0 -> 2 20 us, median 7, best sample 7"
+    found = pings(Mode.GRAPH, 0.0, [20e-6, 20e-6, *[7e-6] * 4])
+    assert [line.split(":")[0] for line in matrix_lines(found)[-2:]] == ["slow", "intermittent"]
+
+
+def test_pairs_and_launches_without_a_result_are_counted() -> None:
+    def case(pair: tuple[int, int]) -> CommCase:
+        return comm_case(Collective.P2P, 2**28, num_ranks=2, world_size=4, pair=pair)
+
+    def skipped(pair: tuple[int, int], launch: int) -> Skipped:
+        reason = "--budget leaves nothing"
+        return Skipped(run_id=RUN_ID, case=case(pair), reason=reason, launch=launch)
+
+    records: list[Record] = [flat(case(pair), 1e-3) for pair in ((0, 1), (1, 0), (1, 2))]
+    records += [skipped((1, 2), 2), skipped((2, 1), 1), skipped((2, 1), 2)]
+    table = rows(records, comm_run(4))
+    (matrix,) = matrices(table)
+    lines = matrix_lines(matrix)
+    assert "without a result: 1 skipped (of 4)" in lines
+    assert "launches are missing: 1 (of 4); --csv has why" in lines
+    assert any("without a result: 1 skipped" in line for line in comm_lines(table))
+    doubtful = [{**row, "validity": "busy host"} for row in table]
+    assert "doubtful: busy host 4 (of 4); --wide shows which" in matrix_lines(
+        matrices(doubtful)[0]
+    )
 
 
 def test_a_latency_of_the_host_is_not_judged() -> None:

@@ -102,6 +102,17 @@ def test_one_launch_gives_a_ratio_and_no_verdict() -> None:
     assert found.p_slower(0.05) is None
 
 
+def test_a_stated_noise_counts_for_a_launch_and_itself() -> None:
+    """A file compared with itself has the interval of a comparison with its copy."""
+    own = Sample(logs={"a": 0.0})
+    copy = Sample(logs={"b": 0.0})
+    found = [
+        judge([Row(kind="", base=own, other=other, noise=0.01)])[0] for other in (own, copy)
+    ]
+    assert (found[0].low, found[0].high) == (found[1].low, found[1].high)
+    assert found[0].high == pytest.approx(math.exp(0.01 * math.sqrt(2) * 2.5758), rel=1e-3)
+
+
 def test_a_stated_noise_gives_the_normal_interval() -> None:
     found = ratio([1.0], [1.0], noise=0.02)
     assert found.high == pytest.approx(math.exp(2.5758 * 0.02 * math.sqrt(2)), rel=1e-4)

@@ -188,25 +188,6 @@ def test_a_wild_measurement_names_its_launches() -> None:
     assert ratio.launches is None or ratio.launches > 10
 
 
-def test_steps_of_traces_show_what_rare_states_would_hide() -> None:
-    """40 rows of three steps a side, of which four get 3 % faster."""
-    draw, wrong, seen = random.Random(11), 0, 0
-
-    def table(change: float) -> list[Verdict]:
-        rows = [
-            row(launches(draw, 3, 0.003), launches(draw, 3, 0.003, -change * (n < 4)))
-            for n in range(40)
-        ]
-        ratios = judge([dataclasses.replace(each, by_step=True) for each in rows])
-        return [ratio.verdict for ratio in ratios]
-
-    for _ in range(50):
-        wrong += any(verdict in TOLD for verdict in table(0.0))
-        seen += table(0.03)[:4].count(Verdict.FASTER)
-    assert wrong <= 3
-    assert seen >= 190
-
-
 def stated(change: float, noise: float = 0.01) -> Row:
     """One launch a side, the second faster by this; its error is normal and known."""
     base, other = Sample(logs={"a": 0.0}), Sample(logs={"b": -change})

@@ -56,6 +56,20 @@ def test_a_file_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue() == "# reading 3 traces ...\n"
 
 
+def test_a_file_gets_progress_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = stream_of(monkeypatch, is_terminal=False)
+    monkeypatch.setattr(waiting, "_PAUSE_OF_FILE_S", 0.05)
+    with Waiting("reading") as own:
+        own.progress = "1 of 3"
+        assert stream.written.wait(10)
+        own.progress = "2 of 3"
+        stream.written.clear()
+        assert stream.written.wait(10)
+        assert stream.written.wait(10)
+    first, *_, last = stream.getvalue().splitlines()
+    assert (first, last) == ("# reading, 1 of 3 ...", "# reading, 2 of 3 ...")
+
+
 def test_a_terminal_shows_seconds_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = stream_of(monkeypatch, is_terminal=True)
     with Waiting("reading"):

@@ -23,7 +23,7 @@ from stepmark.layouts.least_memory import least_bytes
 from stepmark.layouts.plan import lines as plan_lines
 from stepmark.layouts.plan import plan
 from stepmark.layouts.plan_options import PlanOptions
-from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
+from stepmark.layouts.plan_text import lines_of_count, lines_of_counts, parts_s
 from stepmark.layouts.stage_costs import Estimator
 from stepmark.model.model_tables import MODELS_DIR
 from stepmark.model.packing import Packing
@@ -265,21 +265,82 @@ def test_ranges_are_the_layouts() -> None:
         assert candidate.recompute != "none"
 
 
-@pytest.mark.parametrize("columns", ["framework,tp,pp,step", "tp,pp,step"])
-def test_what_an_anchor_leaves_out_is_the_plans(columns: str, tmp_path: Path) -> None:
-    """Its GPUs, sequences and framework: an anchor of one GPU would be 16 times as fast."""
+@pytest.mark.parametrize("framework", ["megatron", "pytorch"])
+def test_anchors_of_a_plan_are_predicted_as_its_rows(framework: str, tmp_path: Path) -> None:
+    """Also those of its command, whose cp and chunks are no part of the table."""
+    file, answer = tmp_path / "anchors.csv", tmp_path / "answer.json"
+    own = options(framework=framework, tp=(1, 2), pp=(2,), cp=(1, 2), mbs=(1,), gbs=64)
+    own = dataclasses.replace(own, recompute=("none",), top=50)
+    (before,), _ = plan(own)
+    rows = [
+        row for row in before.rows if (row["cp"], row["vpp"], row["dp_replicate"]) == (1, 1, 1)
+    ]
+    lines = [f"{row['tp']},2,{row['dp']},{1.3 * row['step_s']}s" for row in rows]
+    file.write_text("\n".join(["tp,pp,dp,step", *lines]))
+    (after,), _ = plan(dataclasses.replace(own, anchor=str(file)))
+    assert after.cluster.anchored
+    anchors = after.cluster.anchored.document()
+    assert [row["predicted_s"] for row in anchors["rows"]] == [row["step_s"] for row in rows]
+    assert len(rows) == 2
+    for number, row in enumerate(after.rows):
+        if row["cp"] == 2 or number == 0:
+            words = argv(after.job(number))
+            assert status(["predict", *words, "--json", str(answer)]) == 0
+            document = json.loads(answer.read_text())
+            assert document["anchors"] == anchors
+            assert document["step_s"] == pytest.approx(row["step_s"])
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "expected"),
+    [
+        ("pp,mbs,ckpt", {}, "line 2: tp is missing: give a column tp, since"),
+        ("tp,mbs,ckpt", {}, "give a column pp"),
+        ("tp,pp,ckpt", {}, "give a column mbs"),
+        ("tp,pp,mbs", {}, "give a column recompute"),
+        ("tp,pp,mbs,ckpt", {"cp": (2,), "cp_comm_type": ("a2a",)}, "a column cp_comm_type"),
+        ("tp,pp,mbs,ckpt", {"gpus": (16, 32)}, "give a column nproc"),
+        ("tp,pp,mbs,ckpt", {"framework": "both"}, "it must be megatron or pytorch, since"),
+    ],
+)
+def test_a_row_of_anchors_states_what_layouts_differ_in(
+    columns: str, changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
     file = tmp_path / "anchors.csv"
-    cells = "megatron,2,2,9s" if columns.startswith("framework") else "2,2,9s"
-    file.write_text(f"{columns}\n{cells}\n")
-    own = options(framework="megatron", anchor=str(file), tp=(2,), pp=(2,), mbs=(1,))
-    searches, _ = plan(own)
-    anchored = searches[0].cluster.anchored
-    assert anchored is not None
-    (row,) = anchored.document()["rows"]
-    step_s = next(each["step_s"] for each in searches[0].rows)
-    assert row["predicted_s"] == pytest.approx(step_s, rel=0.2)  # by other switches
-    with pytest.raises(ConfigError, match="a file with a column nproc"):
-        plan(options(anchor=str(file), gpus=(16, 32)))
+    cells = ["none" if column == "ckpt" else "1" for column in columns.split(",")]
+    file.write_text(f"{columns},step\n{','.join(cells)},9s\n")
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        plan(options(**{"framework": "megatron", "anchor": str(file), **changes}))
+
+
+def test_a_log_is_no_anchor_of_a_plan(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    elapsed = "elapsed time per iteration (ms): 9000.0 |"
+    log.write_text("".join(f" iteration {n}/ 9 | {elapsed}\n" for n in range(1, 10)))
+    with pytest.raises(ConfigError, match="a table, since a log does not state tp"):
+        plan(options(framework="megatron", anchor=str(log)))
+
+
+def test_contention_is_not_computation() -> None:
+    """Replicas change computation by the shards of the optimizer alone, and contention more."""
+    own = options(framework="pytorch", tp=(1,), pp=(1,), mbs=(1,), gpus=(64,), gbs=64)
+    result = search(dataclasses.replace(own, recompute=("none",), top=20), 64)
+    parts = [parts_s(each) for each in result.simulated]
+    assert len({each.candidate.parallel.dp_replicate for each in result.simulated}) > 1
+    assert max(own["contention"] for own in parts) > 0
+    for each, parts_of in zip(result.simulated, parts, strict=True):
+        assert sum(parts_of.values()) == pytest.approx(each.row["step_s"], rel=1e-6)
+        assert parts_of["computation"] == pytest.approx(parts[0]["computation"], rel=0.05)
+
+
+def test_the_other_framework_has_its_own_degrees() -> None:
+    own = options(tp=(1, 2), pp=(1, 2), mbs=(1, 2), recompute=("none",), top=3)
+    result = search(own, 16)
+    name = result.best.candidate.framework
+    other = result.neighbours["framework"].candidate
+    fastest = next(each for each in result.estimates if each.candidate.framework != name)
+    assert other.axes == fastest.candidate.axes
+    assert any(line.startswith(f"{other.framework}, ") for line in lines_of_count(own, result))
 
 
 def test_several_numbers_of_gpus() -> None:
@@ -288,7 +349,7 @@ def test_several_numbers_of_gpus() -> None:
     assert left_out == {}
     text = [*lines_of_counts(searches)]
     assert text[0].startswith("llama-3.1-8b: the fastest layout for each number of GPUs")
-    assert [each.num_gpus for each in searches] == [8, 16]
+    assert [each.cluster.num_gpus for each in searches] == [8, 16]
     assert searches[0].rows[0]["step_s"] > searches[1].rows[0]["step_s"]
     assert text[-1].startswith("up to 16 GPUs each does at least 80% of the best tokens/s")
 
@@ -298,7 +359,7 @@ def test_a_number_of_gpus_without_layouts_is_named() -> None:
         gpus=(16, 12), gbs=32, tp=(2,), pp=(1,), mbs=(1,), framework="megatron", top=1
     )
     searches, left_out = plan(own)
-    assert [each.num_gpus for each in searches] == [16]
+    assert [each.cluster.num_gpus for each in searches] == [16]
     assert [*left_out] == [12]
     assert [*plan_lines(own, searches, left_out)][-1].startswith("12 GPUs are left out: gbs 32")
 
@@ -357,11 +418,13 @@ def test_the_answer_comes_first() -> None:
     assert re.match(r"llama-3\.1-8b on 16 h100-sxm: megatron, .*mbs 1", text[0])
     assert re.match(
         r"  step [\d.]+ m?s, [\d,]+ tokens/s/GPU, .* MFU \(causal\), fits \([\d.]+ of 80 GiB "
-        r"reserved\), bound by computation \([\d.]+ % of the step\), [\d.]+ days",
+        r"reserved\), bound by computation \([\d.]+ % of the step\).*, [\d.]+ days",
         text[1],
     )
-    assert re.match(r"  searched \d+ layouts in \d+ s: \d+ need more memory, \d+ sim", text[3])
+    searched = r"  searched \d+ layouts in \d+ s \(cp at most 1, more by --cp\): "
+    assert re.match(rf"{searched}\d+ need more memory, \d+ sim", text[3])
     assert text[2].startswith("  by data sheet, typical host, network dgx-h100; 32 sequences")
+    assert re.search(r", 90 % interval [\d.]+ m?s? ?to [\d.]+ m?s by \d+ published", text[2])
     assert any(re.match(r"pp 2 instead of 1: \+[\d.]+% of the step, of which", x) for x in text)
 
 

@@ -12,8 +12,6 @@ import plan_rankings
 import published_jobs
 from plan_rankings import MeasuredLayout
 
-from stepmark.layouts.plan_text import PARTS
-
 STEPS_S = st.floats(0.1, 100)
 LAYOUTS = st.lists(st.builds(MeasuredLayout, STEPS_S, STEPS_S, st.booleans()), min_size=1)
 
@@ -79,7 +77,7 @@ def test_a_published_layout_is_one_of_its_search(tmp_path: Path) -> None:
 
 def test_parts_of_a_published_step_are_the_step() -> None:
     row = {"step_s": 10.0, "exposed_comm_s": 2.0, "bubble_s": 3.0}
-    assert {name: part(row) for name, part in PARTS.items()} == {
+    assert plan_rankings.parts_s(row) == {
         "computing": 5.0,
         "exposed communication": 2.0,
         "pipeline bubble": 3.0,

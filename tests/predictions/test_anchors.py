@@ -214,6 +214,8 @@ def test_rows_of_a_file_are_predictions(measured: str, tmp_path: Path) -> None:
         "\nmbs;step\n1;1s\n \n;\n2;1.5s\n",
         "\nmbs, step\n1, 1s\n\n2, 1.5s\n",
         "\n| **mbs** | `step` |\r\n|---:|:---|\n| 1 | 1s |\n| 2 | 1.5s |\n",
+        "\n MBS   step\n --- ------\n  1    1s\n\n  2  1.5 s\n",
+        "\nmbs step (s)  win %\n1   1s   40\n2   1.5s   30\n",
     ],
 )
 def test_tables_of_any_delimiter(text: str, tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_tables_of_any_delimiter(text: str, tmp_path: Path) -> None:
     assert [row["measured_s"] for row in rows] == [1.0, 1.5]
     lines = text.split("\n")
     starts = [
-        next(n for n, line in enumerate(lines, 1) if time in line) for time in ("1s", "1.5s")
+        next(n for n, line in enumerate(lines, 1) if time in line) for time in ("1s", "1.5")
     ]
     assert [row["name"] for row in rows] == [f"line {number}" for number in starts]
 
@@ -255,6 +257,61 @@ def test_columns_of_plan_are_columns_of_anchors(tmp_path: Path) -> None:
     ]
     assert rows[0] == rows[1]
     assert len({row["predicted_s"] for row in rows[0]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("heading", "value"),
+    [
+        ("step (s)", "2"),
+        ("Time (ms)", "2000"),
+        ("Step time [sec]", "2"),
+        ("time (ms)", "2 s"),
+        ("tok/s/GPU", "2,048"),
+        ("tokens/s/GPU", "2,048.0"),
+    ],
+)
+def test_units_of_headings(heading: str, value: str, tmp_path: Path) -> None:
+    """A cell's own unit goes before that of its heading; numbers may be as they are printed."""
+    path = tmp_path / "measured.md"
+    path.write_text(
+        f"| name | MBS | {heading} | GiB |\n|---|---|---|---|\n| a | 1 | {value} | 9 |"
+    )
+    (row,) = predicted(tmp_path, "--seq-len", "4096", "--anchor", str(path))["anchors"]["rows"]
+    assert row["name"] == "line 3 (a)"
+    assert row["measured_s"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--cp 2 --ep 1",
+        "--pp 2 --vpp 2",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    ],
+)
+def test_a_row_with_a_layout_is_not_that_of_the_command(words: str, tmp_path: Path) -> None:
+    """Axes without a column are 1, as in tables of plan, and no part of a recomputation."""
+    path = tmp_path / "measured.csv"
+    path.write_text(
+        "tp,pp,dp,mbs,ckpt,step\n2,1,8,1,full,9s\n2,1,8,1,none,7s\n2,2,4,1,full,9s\n"
+    )
+    common = ["--framework", "megatron", "--gbs", "64", "--tp", "2", "--num-layers", "8"]
+    alone, own = (
+        predicted(tmp_path, *common, *more, "--anchor", str(path))["anchors"]
+        for more in ([], words.split())
+    )
+    assert own == alone
+    left_out = "steps whose rows do not state vpp, cp, ep have vpp 1, cp 1, ep 1"
+    assert own["notes"][0] == left_out
+
+
+def test_a_row_without_a_layout_has_that_of_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "measured.csv"
+    path.write_text("seq-len,step\n4096,9s\n")
+    words = ["--framework", "megatron", "--tp", "2", "--cp", "2", "--gbs", "64"]
+    alone = predicted(tmp_path, *words, "--seq-len", "4096")
+    (row,) = predicted(tmp_path, *words, "--anchor", str(path))["anchors"]["rows"]
+    assert row["predicted_s"] == alone["step_s"]
 
 
 def test_a_row_may_name_another_framework(
@@ -331,6 +388,10 @@ def test_steps_of_a_run_are_anchors(tmp_path: Path) -> None:
         ("mbs,step\n" + "1,1s\n" * 51, "1 to 50 measured steps, not 51"),
         ("json,step\nx.json,1s", "column json is invalid"),
         ("dp,tp,nproc,step\n8,2,8,1s", "line 2: dp 8 is invalid: it must be nproc (8) /"),
+        ("dp,tp,step\n8,4,1s", "nproc (16) / (tp x pp x cp), which here is 32 ranks; a column"),
+        ("layout,mbs,step\nwide,x,1s", "line 2 (wide): mbs x is invalid"),
+        ("mbs,step (h)\n1,9d", "line 2: step 9d is invalid"),
+        ("mbs,seq-len (K),step\n1,8,9s", "column 'seq_len (k)' is invalid"),
         ("mbs,step\n1,1s\n1,36.2ms", "line 3: step '36.2 ms' is invalid: it must be at least "),
         ("dp,step\n2x0,1s", "line 2: dp 2x0 is invalid"),
         ("mbs;step\n1;1s\n\nx;1s", "line 4: mbs x is invalid"),
@@ -353,7 +414,10 @@ def test_a_list_needs_a_column_of_the_anchors(
     file, answer = tmp_path / "measured.csv", tmp_path / "rows.json"
     file.write_text("nproc,step\n8,50ms\n")
     assert status([*words, "--anchor", str(file)]) == 2
-    assert "a column mbs, since that is a list here" in capsys.readouterr().err
+    assert (
+        "line 2: mbs is missing: give a column mbs, since the command has no"
+        in capsys.readouterr().err
+    )
     file.write_text("mbs,step\n1,60ms\n2,60ms\n")
     assert status([*words, "--anchor", str(file), "--json", str(answer)]) == 0
     alone = tmp_path / "alone.json"

@@ -130,6 +130,23 @@ def test_tensor_parallelism_on_two_h200_is_derived_exactly(number: int) -> None:
         assert off(memory.reserved_bytes, reserved) < 12
 
 
+def test_steps_of_experts_and_of_fp8_on_an_h200_are_derived() -> None:
+    """Eager FP8 products keep the weight itself, experts' casts end with a block's forward."""
+    steps = [
+        record
+        for record in read_records(RESULTS / "h200-predictions-4")
+        if isinstance(record, Measured)
+        and isinstance(record.case, TrainCase)
+        and record.launch == 2  # that of the calibration before
+    ]
+    assert len(steps) == 8
+    for record in steps:
+        memory = estimate(record.train)
+        allocated, reserved = peaks(record)
+        assert off(memory.allocated_bytes, allocated) < 0.45, record.train.model.name
+        assert off(memory.reserved_bytes, reserved) < 8.5, record.train.model.name
+
+
 def test_compiled_selective_recomputation_keeps_no_output_of_a_block_twice() -> None:
     """qwen3-8b with FSDP on two H200; eager, the last product's output is kept (above)."""
     for record in read_records(RESULTS / "h200-x2-predictions-4"):

@@ -15,7 +15,7 @@ from stepmark.traces.kineto import idle
 from stepmark.traces.kineto.breakdown import breakdown
 from stepmark.traces.kineto.reader import read_trace
 
-from .comm_traces import TraceWriter
+from .comm_traces import MAIN, TraceWriter
 from .test_kineto_reader import LAYOUTS
 from .trace_truth import breakdown as swept
 from .trace_truth import gpu_events, read
@@ -429,3 +429,29 @@ def test_operators_on_a_host_are_summed_without_those_inside(tmp_path: Path) -> 
     }
     (comm,) = times.comms
     assert (comm.kernel, comm.time_ns) == ("_c10d_functional::all_reduce", 40_000)
+
+
+def test_all_work_in_the_step_of_the_optimizer_is_its(tmp_path: Path) -> None:
+    """By names a sqrt is other work, and a foreach kernel that clips is the optimizer's."""
+    host = TraceWriter(rank=0, world_size=1)
+    gpu = TraceWriter(rank=1, world_size=1)
+    mark = ("user_annotation", "Optimizer.step#AdamW.step", 100, 50, MAIN)
+    for writer in (host, gpu):
+        writer.add(*mark)
+    for name, start in (("aten::_foreach_mul_", 10), ("aten::sqrt", 110), ("aten::copy_", 120)):
+        host.add("cpu_op", name, start, 5, MAIN)
+    for name, start in (
+        ("void multi_tensor_apply_kernel<>", 10),
+        ("void vectorized_elementwise_kernel<sqrt>", 110),
+        ("ncclDevKernel_AllReduce", 120),
+    ):
+        gpu.kernel(name, start, start + 100, 5)
+    groups = [
+        {
+            (kernels.group, kernels.num_events)
+            for kernels in breakdown(read_trace(writer.write(tmp_path)), lambda _: True).kernels
+        }
+        for writer in (host, gpu)
+    ]
+    assert groups[0] == {("elementwise", 1), ("optimizer", 2)}
+    assert groups[1] == {("elementwise", 1), ("optimizer", 1), ("communication", 1)}

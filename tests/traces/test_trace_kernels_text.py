@@ -6,6 +6,7 @@ import pytest
 
 from stepmark.step.trace_ops import OpKey
 from stepmark.traces import trace_comparison, trace_kernels_text
+from stepmark.traces.trace_comparison import Launches
 from stepmark.traces.trace_kernels_text import Label, Ranks, RankSums, Sum, label_of
 
 KEY = OpKey("mlp.up", "blocks.3.ffn.up", 3, "fwd", False, "compute", "aten::mm", "nvjet_x")
@@ -35,7 +36,16 @@ def rank(**times: list[int]) -> RankSums:
     )
 
 
-def by_name(a: Ranks, b: Ranks) -> dict[object, dict[str, object]]:
+def launches(**times: list[int]) -> list[Ranks]:
+    """Return a launch of one step for each value."""
+    count = max(map(len, times.values()))
+    return [
+        [(0, rank(**{name: [values[launch]] for name, values in times.items()}))]
+        for launch in range(count)
+    ]
+
+
+def by_name(a: Launches, b: Launches) -> dict[object, dict[str, object]]:
     return {row["op"]: row for row in trace_comparison.rows(a, b, "op")}
 
 
@@ -70,17 +80,25 @@ def test_rows_add_up_and_ranks_differ() -> None:
     assert sum(float(str(row["share_pct"])) for row in rows) == pytest.approx(100)
 
 
-def test_two_steps_a_side_are_in_no_two_states() -> None:
-    steady = {f"op{n}": [1000, 1001] for n in range(12)}
-    a = [(0, rank(mm=[1000, 2000], **steady))]
-    b = [(0, rank(mm=[1001, 2001], **steady))]
+def test_steps_of_one_launch_give_no_verdict() -> None:
+    """Steps that repeat to a thousandth do not tell how launches differ."""
+    a = [[(0, rank(mm=[1000, 1001, 999] * 8))]]
+    b = [[(0, rank(mm=[660, 661, 659] * 8))]]
     row = by_name(a, b)["mm"]
-    assert (row["verdict"], row["reason"]) == ("cannot tell", "2 steps a side are too few")
+    assert (row["verdict"], row["reason"]) == ("cannot tell", "one launch")
+    assert (row["low"], row["high"]) == (None, None)
+    assert (
+        "cannot" not in trace_comparison.lines([row], {}, "op")[1]
+    )  # as the first line has it
+    first, second = trace_comparison.headline([row])
+    assert "cannot tell (one launch)" in first
+    assert "A1,A2,A3 B1,B2,B3" in second
+    assert by_name([*a, *a], b)["mm"]["reason"] == "one launch"
 
 
 def test_a_comparison_adds_up_and_judges() -> None:
-    a = [(0, rank(mm=[1000, 1010, 990, 1000], add=[50] * 4, old=[3] * 4))]
-    b = [(0, rank(mm=[500, 505, 495, 500], add=[50] * 4, new=[4, 0, 4, 4]))]
+    a = launches(mm=[1000, 1010, 990, 1000], add=[50] * 4, old=[3] * 4)
+    b = launches(mm=[500, 505, 495, 500], add=[50] * 4, new=[4, 0, 4, 4])
     rows = by_name(a, b)
     assert list(rows) == ["mm", "old", "new", "add"]
     assert rows["mm"]["verdict"] == "faster"
@@ -91,36 +109,36 @@ def test_a_comparison_adds_up_and_judges() -> None:
         "identical values",
     )
     assert [rows[name]["only_in"] for name in ("old", "new", "mm")] == ["a", "b", ""]
-    total = trace_comparison.total(a, b, list(rows.values()))
+    total = trace_comparison.total(a, b)
     differences = [float(str(row["difference_ns"])) for row in rows.values()]
     assert total["difference_ns"] == sum(differences) == -500 - 3 + 3
     assert total["verdict"] == "faster"
     text = trace_comparison.lines(list(rows.values()), total, "op")
     assert "only in A" in text[2]
     assert text[-1].endswith("sum")
-    b = [(0, rank(mm=[500, 505]))]
+    b = launches(mm=[500, 505])
     (row,) = trace_comparison.rows(a, b, "op")[:1]
     row |= {"b_calls": 10352.0}
     assert "(1 calls, then 10352)" in trace_comparison.lines([row], total, "op")[1]
 
 
-@pytest.mark.parametrize("steps", [[1000], [1000, 0]])
-def test_one_step_gives_no_verdict(steps: list[int]) -> None:
-    a, b = (
-        [(0, rank(mm=[500] * len(steps), x=[1] * len(steps)))],
-        [(0, rank(mm=steps, x=[1] * len(steps)))],
-    )
-    row = by_name(a, b)["mm"]
+def test_work_that_a_launch_lacks_has_no_verdict() -> None:
+    a = launches(mm=[500, 500], x=[1, 1])
+    row = by_name(a, launches(mm=[1000, 0], x=[1, 1]))["mm"]
     assert (row["verdict"], row["low"]) == ("cannot tell", None)
-    assert row["reason"] == ("a single step" if len(steps) == 1 else "not in every step")
+    assert row["reason"] == "not in every launch"
 
 
-def test_a_step_that_not_all_ranks_have_is_the_mean_of_those() -> None:
-    a = [(0, rank(mm=[100, 102, 98])), (1, rank(mm=[100, 102]))]
-    b = [(0, rank(mm=[100, 102, 98]))]
+def test_a_launch_is_the_mean_of_its_ranks_and_steps() -> None:
+    a: Launches = [
+        [(0, rank(mm=[100, 102, 98])), (1, rank(mm=[100, 102]))],
+        [(0, rank(mm=[101]))],
+    ]
+    b = launches(mm=[100, 102])
     row = by_name(a, b)["mm"]
-    assert row["time_ratio"] == pytest.approx(100 / 100.4)
-    assert float(str(row["low"])) > 0.9
+    assert row["time_ratio"] == pytest.approx(101 / (603 / 6))
+    low, high = (float(str(row[name])) for name in ("low", "high"))
+    assert low * high == pytest.approx(100 * 102 / (100.4 * 101))  # geometric means of launches
     assert row["verdict"] == "cannot tell"
 
 
@@ -140,9 +158,9 @@ def test_pairs_of_kernels_are_joined_without_sizes() -> None:
         ("gemm_bf16_64x64", "gemm_fp8_64x64"),
         ("two_1x1", "two_2x2"),
     ]
-    a = [(0, rank(**{name: [5, 5] for name, _ in pairs + alone}, same_7=[1, 1]))]
+    a = [[(0, rank(**{name: [5, 5] for name, _ in pairs + alone}, same_7=[1, 1]))]]
     own = {name: [6, 6] for _, name in pairs + alone}
-    b = [(0, rank(**own, two_3x3=[6, 6], same_7=[1, 1]))]
+    b = [[(0, rank(**own, two_3x3=[6, 6], same_7=[1, 1]))]]
     rows = {str(row["name"]): row for row in trace_comparison.rows(a, b, "name")}
     assert {name for name, row in rows.items() if not row["only_in"]} == {
         "at::native::reduce_kernel<*, *, at::ReduceOp<float, MeanOps> >(at::R<float>)",
@@ -155,13 +173,13 @@ def test_pairs_of_kernels_are_joined_without_sizes() -> None:
 
 
 def test_rows_are_judged_as_a_table() -> None:
-    """One row in forty whose steps differ by chance is no finding; one that moved is."""
+    """One row in forty whose launches differ by chance is no finding; one that moved is."""
     base = {f"op{n}": [100 + n, 101 + n, 99 + n] for n in range(40)}
     chance = base | {"op7": [109, 110, 108]}
     moved = base | {"op7": [147, 148, 146]}
-    a, by_chance, b = ([(0, rank(**times))] for times in (base, chance, moved))
+    a, by_chance, b = (launches(**times) for times in (base, chance, moved))
 
-    def verdicts(other: Ranks) -> set[str]:
+    def verdicts(other: Launches) -> set[str]:
         rows = trace_comparison.rows(a, other, "op")
         return {str(row["verdict"]) for row in rows if row["op"] == "op7"}
 

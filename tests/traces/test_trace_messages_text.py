@@ -83,7 +83,8 @@ def rank_row(rank: int, exposed: float, transfer: float, unknown: float) -> Row:
     row: Row = {"rank": rank, "step_s": 1.0, "communication_s": 1.0, "exposed_s": exposed}
     row["arrived_last"] = None
     times = {"transfer_s": transfer, "other_kernels_s": unknown}
-    return row | times | {"waiting_s": max(1.0 - transfer - unknown, 0.0)}
+    waiting = max(1.0 - transfer - unknown, 0.0)
+    return row | times | {"waiting_s": waiting, "exposed_waiting_s": min(waiting, exposed)}
 
 
 def test_transfers_that_run_at_once_save_as_long_as_one_of_them() -> None:
@@ -133,7 +134,8 @@ def one(exposed: float, transfer: float, unknown: float = 0.0) -> list[Row]:
         ),
         (
             one(0.5, 0.4),
-            "communication-bound, though most exposed communication may be waiting for others",
+            "partly communication-bound (10% to 50% of the step), though most exposed "
+            "communication is waiting for others",
         ),
         (one(0.6, 0.0, 0.6), "perhaps communication-bound: a network without transfer time"),
     ],
@@ -149,14 +151,14 @@ def test_ranks_wait_for_one_another_only_if_timed_calls_show_it() -> None:
     rows = [rank_row(0, 0.6, 0.0, 1.0), rank_row(1, 0.0, 0.0, 1.0)]
     text = "communication-bound: not known, because much communication is exposed"
     assert list(verdict(rows, ""))[1].startswith(text)
-    rows[0]["waiting_s"] = 0.31
+    rows[0]["exposed_waiting_s"] = 0.31
     assert "ranks wait for one another" in list(verdict(rows, ""))[1]
 
 
 def test_the_slow_rank_stands_beside_every_verdict_on_several_ranks() -> None:
     ranks = [rank_row(n, 0.5, 0.9, 0.0) | {"arrived_last": 4 * n} for n in range(2)]
     bound, slow = list(verdict(ranks, ""))[1:]
-    assert bound.startswith("communication-bound")
+    assert bound.startswith("communication-bound: ")
     assert slow.startswith("slow rank: rank 1 arrives last in 4 of 4 collectives, and the")
 
 

@@ -175,3 +175,14 @@ def test_breakdown_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert status([*words[:4], "1", "--html", str(file)]) == 0
     assert "Streams in step" not in file.read_text()
     capsys.readouterr()
+
+
+def test_names_of_parts_are_not_those_of_other_figures() -> None:
+    """Bars have exposed communication without waiting; the table has it with waiting."""
+    row = {"exposed_comm_ns": 30, "exposed_waiting_ns": 10, "idle_ns": 5}
+    times = {each["line"]: each["time_ns"] for each in trace_page.ledger([row])}
+    assert times == {
+        "exposed communication: waiting for other ranks": pytest.approx(10),
+        "exposed communication: other": pytest.approx(20),
+        "idle: cause not known": pytest.approx(5),
+    }

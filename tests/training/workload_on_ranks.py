@@ -13,13 +13,14 @@ from tests.training.workload_cases import CASES, DDP, WITH_LORA, WITH_ROOT
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from validation.ordered_messages import OrderedRecorder
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, Precision
 from stepmark.measuring.ranks import Ranks
 from stepmark.training import parallelize, trainer
 from stepmark.training.layers import Experts
-from stepmark.training.messages import PAIRS, OrderedRecorder
+from stepmark.training.messages import PAIRS
 from stepmark.training.model_parallel import Meshes, coordinates_of
 from stepmark.training.optimizer import Update
 from stepmark.training.transformer import Transformer

@@ -230,7 +230,9 @@ def test_the_slow_rank_is_the_one_that_arrives_last() -> None:
         {"rank": 1, "arrived_last": 76, "waiting_s": 1e-5},
     ]
     line = "slow rank: rank 1 arrives last in 76 of 78 collectives, and the others wait 78 ms"
-    assert slow_rank_line(rows) == f"{line} per step (median)"
+    assert slow_rank_line(rows) == f"{line} per step"
+    rows[0]["exposed_waiting_s"] = 0.04
+    assert slow_rank_line(rows) == f"{line} per step, 40 ms of it exposed"
     rows[0]["arrived_last"] = 76
     assert slow_rank_line(rows).startswith("slow rank: none; rank 0 arrives last in 76 of 152")
     for unknown in (rows[:1], [{"rank": 0, "arrived_last": None}] * 2, []):

@@ -158,6 +158,7 @@ def test_figures_say_what_the_tables_say(workload: Workload) -> None:
 def test_alike_layers_need_no_figure() -> None:
     assert list(layers(made("llama-3.1-8b", pp=1, num_layers=4))) == []
     text = page(made("llama-3.1-8b", pp=1, num_layers=4), 0).html()
+    assert '<pre class="table">Stages' in text, "rows are not folded"
     assert "<h2>Pipeline</h2>" not in text
 
 

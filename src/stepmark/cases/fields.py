@@ -147,12 +147,6 @@ def declared(case: type) -> tuple[CaseField, ...]:
     return _DECLARED[case]
 
 
-def fields_of(value: Any, without: Collection[str] = ()) -> dict[str, object]:
-    """Return the fields of a dataclass; dataclasses among their values stay."""
-    names = (field.name for field in dataclasses.fields(value))
-    return {name: getattr(value, name) for name in names if name not in without}
-
-
 def former_values(cls: type) -> dict[str, Any]:
     """Return what cases of this class had before fields were added; {} for other classes."""
     declarations = [field.metadata.get(_KEY) for field in dataclasses.fields(cls)]

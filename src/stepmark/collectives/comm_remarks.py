@@ -14,7 +14,7 @@ from stepmark.cases.fields import in_words
 from stepmark.cases.record import DeviceInfo
 from stepmark.ground.fit import MIN_POINTS, Segment, piecewise
 from stepmark.ground.grouping import group_by
-from stepmark.ground.units import GB, format_bytes, format_time
+from stepmark.ground.units import GB, format_bytes, format_time, plural
 from stepmark.model.collectives import FACTS, Collective
 from stepmark.tables.columns import COUNT, NUMBER, TEXT, Row, digits, given, number, text
 from stepmark.tables.row_tables import LEAD, describe, grouped, statuses, validity_counts
@@ -56,7 +56,7 @@ def setting_line(rows: Sequence[Row]) -> str:
     how = MODES[mode] if row["device"] != "cpu" else MODES[mode].replace(" on the stream", "")
     words = [f"mode {mode} ({how})", f"{api}, backend {row['backend']}"]
     words += [note for note in [issued_from(rows)] if note]
-    words += [f"{row['num_ranks']} ranks each"] if row["split"] else []
+    words += [f"{row['num_ranks']} ranks each, all groups in one row"] if row["split"] else []
     words += in_words(CommCase, row)
     return f"# {'; '.join(words)}"
 
@@ -137,9 +137,8 @@ def _spread(rows: Sequence[Row]) -> str:
     spreads = [s for row in rows if (s := number(row, "launch_spread_pct")) is not None]
     counts = f"{samples[0]} to {samples[-1]}" if samples[0] != samples[-1] else f"{samples[0]}"
     apart = f", medians of launches at most {max(spreads):.1f} % apart" if spreads else ""
-    plural = "es" if launches > 1 else ""
     ending = "" if counts == "1" else "s"
-    return f"{counts} sample{ending} each in {launches} launch{plural}{apart}"
+    return f"{counts} sample{ending} each in {plural(launches, 'launch')}{apart}"
 
 
 def _beside(rows: Sequence[Row]) -> list[str]:
@@ -174,6 +173,7 @@ def _range(values: Sequence[float]) -> str:
 
 # A link this far under the median (over it, for a time) is named.
 SLOW = 0.9
+_MOST_INTERMITTENT = 5  # links that the text lists
 
 # A call whose issuing takes this share of its time is bound by the host.
 HOST_SHARE = 0.5
@@ -210,6 +210,7 @@ class PairMatrix:
     host_bound: bool  # issuing a call takes about as long as the call
     links: tuple[Link, ...]  # by source, then by destination
     places: Mapping[int, str]  # by rank: its host, where ranks are on several
+    doubts: tuple[str, ...]  # cases without samples or with reasons to doubt, counted
 
     @property
     def ranks(self) -> list[int]:
@@ -228,16 +229,18 @@ class PairMatrix:
 
         There is none where the host bounds the latency.
         """
-        if self.host_bound:
-            return []
-        middle = self.median
-        is_rate = self.more_is_better
-        slow = [
-            link
-            for link in self.links
-            if (link.best < SLOW * middle if is_rate else link.best * SLOW > middle)
-        ]
-        return sorted(slow, key=lambda link: link.value, reverse=not is_rate)
+        return [link for link in self.worse_links if self._is_worse(link.best)]
+
+    @property
+    def worse_links(self) -> list[Link]:
+        """Return links that are as slow by their value, too, worst first."""
+        worse = [link for link in self.links if self._is_worse(link.value)]
+        return sorted(worse, key=lambda link: link.value, reverse=not self.more_is_better)
+
+    def _is_worse(self, value: float) -> bool:
+        low, high = sorted((value, self.median))
+        is_far = low < SLOW * high and not self.host_bound
+        return is_far and (value < self.median) is self.more_is_better
 
 
 def places_of(devices: Sequence[DeviceInfo]) -> dict[int, str]:
@@ -266,16 +269,31 @@ def places_of(devices: Sequence[DeviceInfo]) -> dict[int, str]:
 def matrices(rows: Sequence[Row], devices: Sequence[DeviceInfo] = ()) -> list[PairMatrix]:
     """Return bandwidths at the largest size measured, latencies at the smallest."""
     places = places_of(devices)
-    pairs = (
-        row
-        for row in rows
-        if row["status"] == "measured" and row["pair"] and row["family"] in _KINDS
-    )
+    pairs = (row for row in rows if row["pair"] and row["family"] in _KINDS)
     groups = grouped(pairs, ("family", *_MATRIX_SETTING))
-    return [_matrix(group, places) for group in groups]
+    return [
+        _matrix(measured, places, _doubts(group))
+        for group in groups
+        if (measured := [row for row in group if row["status"] == "measured"])
+    ]
 
 
-def _matrix(rows: Sequence[Row], places: Mapping[int, str]) -> PairMatrix:
+def _doubts(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return lines that count cases without samples, and reasons to doubt the others."""
+    without = [row for row in rows if row["status"] != "measured"]
+    num_partial = sum(text(row, "message").startswith("launch ") for row in rows)
+    counted = validity_counts(rows)
+    lines = (
+        (without, f"without a result: {statuses(without)} (of {len(rows)})"),
+        (num_partial, f"launches are missing: {num_partial} (of {len(rows)}); --csv has why"),
+        (counted, f"doubtful: {counted}; --wide shows which"),
+    )
+    return tuple(line for is_any, line in lines if is_any)
+
+
+def _matrix(
+    rows: Sequence[Row], places: Mapping[int, str], doubts: tuple[str, ...]
+) -> PairMatrix:
     family = text(rows[0], "family")
     title, unit, more_is_better = _KINDS[family]
     sizes = [int(number(row, "size_bytes") or 0) for row in rows]
@@ -309,6 +327,7 @@ def _matrix(rows: Sequence[Row], places: Mapping[int, str]) -> PairMatrix:
         and median(issues) > HOST_SHARE,
         links=tuple(link for _, link in sorted(links.items())),
         places=places,
+        doubts=doubts,
     )
 
 
@@ -325,21 +344,31 @@ def matrix_lines(matrix: PairMatrix) -> list[str]:
         rows.append({**rates, "from": matrix.name(rank) if matrix.places else rank})
     unit = f"{matrix.title} ({matrix.unit})"
     return [
-        f"{unit}, {format_bytes(matrix.size_bytes)} {matrix.setting}",
+        f"{unit}, {format_bytes(matrix.size_bytes)} {matrix.setting}, medians of samples",
         *Table(rows, columns).text(),
         *slow_lines(matrix),
     ]
 
 
 def slow_lines(matrix: PairMatrix) -> list[str]:
+    """Return slow and intermittent links, the rule, and how much of the matrix is doubtful."""
     middle = f"median {digits(matrix.median, 3)}"
     if matrix.host_bound:
-        return [f"{middle} {matrix.unit}, which is the host's: --mode graph times the link"]
-    return [
-        f"slow: {matrix.name(link.source)} -> {matrix.name(link.destination)} "
-        f"{digits(link.value, 3)} {matrix.unit}, {middle}"
-        for link in matrix.slow
-    ] or [f"no slow link, {middle} {matrix.unit}"]
+        whose = f"{middle} {matrix.unit}, which is the host's: --mode graph times the link"
+        return [whose, *matrix.doubts]
+    worse = f"{1 - SLOW:.0%} {'below' if matrix.more_is_better else 'above'} it"
+    slow = matrix.slow
+    intermittent = [link for link in matrix.worse_links if link not in slow]
+    none = f"no slow link, {middle} {matrix.unit}: no best sample is {worse}"
+    lines = [] if slow else [none]
+    for link in (*slow, *intermittent[:_MOST_INTERMITTENT]):
+        kind = "slow" if link in slow else "intermittent"
+        best = "" if link in slow else f", best sample {digits(link.best, 3)}"
+        ends = f"{matrix.name(link.source)} -> {matrix.name(link.destination)}"
+        lines.append(f"{kind}: {ends} {digits(link.value, 3)} {matrix.unit}, {middle}{best}")
+    if len(intermittent) > _MOST_INTERMITTENT:
+        lines.append(f"intermittent: {len(intermittent)} in all")
+    return [*lines, *matrix.doubts]
 
 
 _SETTING = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")

@@ -26,6 +26,7 @@ from stepmark.model.collectives import (
     Mode,
     Registration,
     placements,
+    sizes,
 )
 from stepmark.step.workload import Workload
 from stepmark.workloads import workload_files, workload_show
@@ -157,8 +158,21 @@ def print_commands(options: CommOptions) -> None:
     if options.timeout:
         flags.append(("-T", str(math.ceil(options.timeout))))
     words = list(itertools.chain(*flags))
-    for line in commands(_to_print(options), str(options.print_as), words):
+    cases = list(_to_print(options))
+    sweep = "" if options.from_workload or options.model else _sweep_flags(cases, options)
+    for line in commands(cases, str(options.print_as), words, sweep):
         (sys.stderr if line.startswith("# left out") else sys.stdout).write(line + "\n")
+
+
+def _sweep_flags(cases: Sequence[CommCase], options: CommOptions) -> str:
+    """Return -b, -e and -f or -i of a program that walks the same sizes; "" where none does."""
+    walked = sorted({case.message_bytes for case in cases})
+    factor = options.factor or (0 if options.step else 4)
+    if len(walked) < 2 or factor != round(factor) or any(case.pair for case in cases):
+        return ""
+    step = f"-f {factor:.0f}" if factor else f"-i {options.step}"
+    planned = sizes(walked[0], walked[-1], factor=factor, step=options.step or 0)
+    return f"-b {walked[0]} -e {walked[-1]} {step}" if walked == planned else ""
 
 
 # Flags that both tools have under the same letters.
@@ -195,10 +209,12 @@ def _to_print(options: CommOptions) -> Iterable[CommCase]:
     yield from comm_plan.plan(of_nccl, "cuda", int(nproc))[0]
 
 
-def commands(cases: Iterable[CommCase], tool: str, flags: Sequence[str] = ()) -> Iterable[str]:
+def commands(
+    cases: Iterable[CommCase], tool: str, flags: Sequence[str] = (), sweep: str = ""
+) -> Iterable[str]:
     """Yield a line per program, size, type and group; both placements are one run there.
 
-    flags: more of the tool's flags, for every line.
+    flags: more of the tool's flags, for every line. sweep: those of all sizes at once.
     """
     lines: dict[str, dict[str, None]] = {}
     for case in cases:
@@ -211,13 +227,13 @@ def commands(cases: Iterable[CommCase], tool: str, flags: Sequence[str] = ()) ->
         ]
         if workload_show.is_trimmed(case):
             remarks.append(f"parts are trimmed to multiples of {ALIGN_BYTES} bytes")
-        line = " ".join([command(case, tool), *flags])
+        line = " ".join([command(case, tool, sweep), *flags])
         lines.setdefault(line, {}).update(dict.fromkeys(remarks))
     for line, by_remark in lines.items():
         yield f"{line}  # {'; '.join(by_remark)}" if by_remark else line
 
 
-def command(case: CommCase, tool: str) -> str:
+def command(case: CommCase, tool: str, sweep: str = "") -> str:
     """Return the command of a case; -b and -e count the gathered buffer.
 
     More ranks than a node usually has are started by mpirun, one per process.
@@ -231,7 +247,7 @@ def command(case: CommCase, tool: str) -> str:
         name = "alltoall_perf"  # its alltoallv has uneven parts only
     many = case.num_ranks > _GPUS_PER_PROCESS
     ahead += ["mpirun", "-np", str(case.num_ranks)] if many else []
-    words = [*ahead, name, "-b", str(case.message_bytes), "-e", str(case.message_bytes)]
+    words = [*ahead, name, sweep or f"-b {case.message_bytes} -e {case.message_bytes}"]
     rccl_type = _RCCL_TYPES.get(case.dtype) if tool == "rccl-tests" else None
     words += ["-d", rccl_type or type_name(case.dtype)]
     words += ["-o", case.redop.value] if FACTS[case.collective].reduces else []

@@ -1,12 +1,14 @@
 """Whether a table of a collective's results is normal for its hardware, and if not, why.
 
 A table is compared with healthy tables in three figures: the peak bandwidth from 256 MiB on
-(tolerance 15 %), the shortest time up to 64 KiB (twice), and its own shape (table_curve.py).
+(95 % of their least is normal, less than 85 % is not), the shortest time up to 64 KiB (twice),
+and its own shape (table_curve.py). More than the links or NICs can carry is no verdict.
 Between these, two healthy tables of one platform differ by up to 54 %: middle sizes are judged
 by the table's shape alone. Unknown is an answer: it says what is missing.
 """
 
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -21,19 +23,31 @@ from stepmark.collectives.reference_ranges import (
     hardware_of,
     has_latency,
     load_healthy,
+    possible_shares,
     rate,
     reference_range,
     send_channel_share,
     tuner_latency_s,
 )
-from stepmark.collectives.table_curve import Curve, CurveFault, curve_faults, curves_of
+from stepmark.collectives.table_curve import (
+    SLOW_ON_A_NETWORK,
+    SLOW_ON_ONE_HOST,
+    Curve,
+    CurveFault,
+    curve_faults,
+    curves_of,
+)
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.reading import Table
 from stepmark.ground.units import GB, format_bytes, format_time
+from stepmark.tables.row_tables import LEAD
 from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
 
+BELOW = "below the healthy range"
+_NORMAL = 0.95  # of the least of healthy tables; those of one hardware differ by less
 _TOLERANCE = 0.85
+_LIMIT_SLACK = 1.01  # as of `above limit` (docs/definitions.md)
 _LATENCY_TOLERANCE = 2.0
 _FAR = 0.5  # of what other GPUs reach
 _RING = (0.7, 0.9)  # of a link's rate: what a ring reaches, and cannot reach
@@ -59,18 +73,18 @@ _NO_RANKS = (
 class Judgement:
     """The verdict on one curve. rows: figures beside their references."""
 
-    value: str  # "normal", "not normal", "unknown"
+    value: str  # "normal", BELOW, "not normal", "unknown"
     text: str
     rows: tuple[dict[str, str], ...]
     sources: tuple[str, ...]  # of the references
     findings: tuple[Finding, ...] = ()
 
-    def lines(self) -> list[str]:
-        """Return the verdict, then a line for each figure."""
-        lines = [f"verdict    {self.value}: {self.text}"]
+    def lines(self, *, with_verdict: bool) -> list[str]:
+        """Return the verdict, then the figures, each with its reference."""
+        lines = wrapped(f"verdict    {self.value}: {self.text}") if with_verdict else []
         for row in self.rows:
-            reference = f"   healthy: {row['reference']}" if row["reference"] else ""
-            lines.append(f"    {row['figure']:14} {row['value']}{reference}")
+            reference = f"; healthy: {row['reference']}" if row["reference"] else ""
+            lines += wrapped(f"    {row['figure']:14} {row['value']}{reference}", 19)
         return lines
 
     def document(self) -> dict[str, object]:
@@ -95,8 +109,15 @@ class _Fit:
     latency_span: Span | None  # seconds
     has_peak: bool  # whether the peak can be judged
     is_slow: bool
+    is_low: bool  # is_slow or BELOW
     is_late: bool
     max_latency_s: float  # inf where small messages are not judged
+
+
+def wrapped(line: str, indent: int = LEAD) -> list[str]:
+    return textwrap.wrap(
+        line, 80, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def parse_nics(text: str) -> Nics:
@@ -124,13 +145,15 @@ def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
     curve = fit.curve
     faults = [
         *([] if doubt else _outside(fit, nics)),
-        *curve_faults(curve, table.num_ranks or 0),
+        *curve_faults(curve, table.num_ranks or 0, table.num_hosts or 0),
     ]
     severe = [fault for fault in faults if fault.is_severe]
     notes = [each for each in table.notes if each.startswith((ROWS_MISSING, OUT_OF_BOUNDS))]
-    is_wrong = any(reading.num_wrong for reading in table.readings)
-    is_wrong = is_wrong or any(each.startswith(OUT_OF_BOUNDS) for each in notes)
-    value = "not normal" if severe or is_wrong else "unknown" if doubt else "normal"
+    is_wrong = any(reading.num_wrong for reading in table.readings) or any(
+        each.startswith(OUT_OF_BOUNDS) for each in notes
+    )
+    in_range = BELOW if fit.is_low else "normal"
+    value = "not normal" if severe or is_wrong else "unknown" if doubt else in_range
     rows = _rows(fit, faults)
     name = f"{table.collective} of {table.num_ranks or 'unknown'} ranks {curve.dtype}"
     figures = "; ".join(f"{row['figure']} {row['value']}" for row in rows[:-2])
@@ -170,8 +193,14 @@ def _fit(
     if each.latency and has_latency(table):
         estimate = tuner_latency_s(family, hardware)
         latency_span = each.latency[0] * estimate, each.latency[1] * estimate
-    is_low = peak_span is not None and curve.peak.busbw < _TOLERANCE * peak_span[0]
-    has_peak = peak_span is not None and (curve.is_large or not is_low)
+    part = curve.peak.busbw / peak_span[0] if peak_span else inf
+    is_slow = part < _TOLERANCE
+    is_low = is_slow or (part < _NORMAL and each.share is not None)
+    has_peak = (
+        peak_span is not None
+        and (curve.is_large or not is_low)
+        and (each.share is not None or not is_slow)
+    )
     # One table is no range of latency, and other GPUs are none.
     late_s = _LATENCY_TOLERANCE * latency_span[1] if latency_span and each.link else inf
     late_s = inf if latency_span and latency_span[0] == latency_span[1] else late_s
@@ -182,8 +211,9 @@ def _fit(
         unit=unit,
         peak_span=peak_span,
         latency_span=latency_span,
-        has_peak=has_peak and (each.share is not None or not is_low),
-        is_slow=has_peak and is_low,
+        has_peak=has_peak,
+        is_slow=has_peak and is_slow,
+        is_low=has_peak and is_low,
         is_late=bool(curve.smallest and curve.smallest.time_s > late_s),
         max_latency_s=late_s,
     )
@@ -195,23 +225,27 @@ def _doubt(table: Table, fit: _Fit) -> str:
     each = fit.range
     peak = fit.curve.peak
     span = fit.peak_span
-    reach = f"which reach {_span(span, _rate)}"
     missing = "" if hardware.is_stated else " without the NICs of a host (--nics 8x400G)"
-    device = table.device or "a GPU that is not stated"
-    is_outside = fit.is_slow or fit.is_late
+    is_outside = fit.is_low or fit.is_late
     is_far = span and peak.busbw < _FAR * span[0] and hardware.device
-    has_time = not fit.curve.is_large and fit.curve.smallest and fit.latency_span
+    has_time = not fit.curve.is_large and fit.curve.smallest and fit.max_latency_s < inf
     end = format_bytes(fit.curve.points[-1].size_bytes)
     reasons = (
         (not table.num_hosts, _NO_RANKS),
         (not hardware.num_hosts, "the hosts have different numbers of ranks"),
+        (_excess(fit), _excess(fit)),
         (
-            not fit.has_peak and not has_time and not fit.curve.is_large and each.share,
+            not fit.has_peak
+            and not has_time
+            and not fit.curve.is_large
+            and fit.unit
+            and each.share,
             f"the table ends at {end}; the peak is judged from 256 MiB on",
         ),
         (
             not fit.has_peak and not has_time,
-            f"there is no reference for these sizes of {device} on such hosts{missing}",
+            "there is no reference for these sizes of "
+            f"{table.device or 'a GPU that is not stated'} on such hosts{missing}",
         ),
         (
             is_outside and not hardware.is_stated,
@@ -219,20 +253,52 @@ def _doubt(table: Table, fit: _Fit) -> str:
             f"each GPU others reach {_span(span, _rate)}",
         ),
         (
-            fit.is_slow and not fit.curve.is_flat,
+            fit.is_low and not fit.curve.is_flat,
             f"the table ends at {end}, before the bandwidth is flat; with larger messages "
             f"others reach {_span(span, _rate)}",
         ),
         (
-            fit.is_slow and not each.link and (hardware.num_hosts == 1 or not is_far),
-            f"there are only tables of other GPUs or NICs to compare, {reach}",
+            fit.is_low and not each.link and (hardware.num_hosts == 1 or not is_far),
+            f"there are only tables of other GPUs or NICs to compare, which reach "
+            f"{_span(span, _rate)}",
         ),
         (
-            fit.is_slow and each.share and each.share[0] == each.share[1] and not is_far,
+            fit.is_low and each.share and each.share[0] == each.share[1] and not is_far,
             f"the only healthy table to compare reaches {_span(span, _rate)}",
         ),
     )
     return next((text for is_true, text in reasons if is_true), "")
+
+
+def _excess(fit: _Fit) -> str:
+    """Return why a bandwidth is too high to be normal; "" where it is not."""
+    unit = fit.unit or inf
+    low, high = (s * unit for s in possible_shares(fit.hardware, fit.range.family))
+    best = fit.range.share[1] * unit if fit.range.share else inf
+    inputs = f"{'--nics' if fit.hardware.num_hosts > 1 else 'the GPU'}, the number of ranks"
+    reasons = (
+        (high, f"{_limit(fit)} can carry at most {_rate(high)}: {inputs} or a time is wrong"),
+        (
+            low if fit.hardware.num_hosts > 1 else inf,
+            f"{_limit(fit)} can carry at most {_rate(low)} unless the network's switches add "
+            f"(SHARP): without SHARP, {inputs} or a time is wrong",
+        ),
+        (
+            best / _TOLERANCE,
+            f"no healthy table reaches more than {_rate(best)}: check {inputs} and the times",
+        ),
+    )
+    busbw = fit.curve.peak.busbw
+    return next((text for limit, text in reasons if busbw > _LIMIT_SLACK * limit), "")
+
+
+def _limit(fit: _Fit) -> str:
+    """Return what fit.unit is the rate of."""
+    if fit.hardware.num_hosts == 1 and fit.hardware.device:
+        return str(fit.hardware.device.link_kind)
+    assumed = "" if fit.hardware.is_stated else ", assumed"
+    gbit = fit.hardware.nic_gbit or fit.range.nic_gbit
+    return f"the NICs ({gbit:.4g}G for each GPU{assumed})"
 
 
 def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
@@ -256,12 +322,14 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
             points=[peak],
         )
     if fit.is_late and smallest:
+        is_local = fit.hardware.num_hosts == 1
+        path, action = SLOW_ON_ONE_HOST if is_local else SLOW_ON_A_NETWORK
         yield CurveFault(
             name="latency",
             text=f"{format_time(smallest.time_s)} is more than twice the shortest time of "
             f"healthy tables ({_span(fit.latency_span, format_time)})",
-            cause="a network over TCP or the host's memory, CPUs that save power, or load",
-            action="NCCL_DEBUG=INFO (NET/Socket), and the CPUs' performance governor",
+            cause=f"{path}, CPUs that save power, or load",
+            action=f"{action}, and the CPUs' performance governor",
             points=[smallest],
         )
 
@@ -269,14 +337,31 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
 def _remarks(table: Table, fit: _Fit) -> list[str]:
     """Return what a verdict does not cover, and what explains a figure within its range."""
     peak = fit.curve.peak.busbw
-    hardware = fit.hardware
     high = fit.peak_span[1] if fit.peak_span and fit.range.share and fit.has_peak else 0.0
-    threads = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
-    reason = threads if table.gpus_per_thread > 1 else "there is no reference"
+    reasons = (
+        (
+            table.gpus_per_thread > 1,
+            f"one thread launches on {table.gpus_per_thread} GPUs in turn",
+        ),
+        (not fit.latency_span, "there is no reference"),
+        (not fit.range.link, "there are only tables of other GPUs or NICs"),
+        (True, "one healthy table is no range"),
+    )
+    reason = next(text for is_true, text in reasons if is_true)
     low_ring, high_ring = _RING
-    is_ring = hardware.num_hosts == 1 and high > fit.unit and fit.curve.is_large
-    is_ring = is_ring and low_ring * fit.unit < peak < high_ring * fit.unit
+    is_ring = (
+        fit.hardware.num_hosts == 1
+        and high > fit.unit
+        and fit.curve.is_large
+        and low_ring * fit.unit < peak < high_ring * fit.unit
+    )
+    least = fit.peak_span[0] if fit.peak_span else inf
     remarks = (
+        (
+            fit.is_low and not fit.is_slow,
+            f"the peak is {peak / least:.1%} of the least that healthy tables reach: "
+            f"{_NORMAL:.0%} is normal, less than {_TOLERANCE:.0%} not normal",
+        ),
         (
             fit.curve.smallest and fit.max_latency_s == inf,
             f"small messages are not judged: {reason}",
@@ -288,12 +373,8 @@ def _remarks(table: Table, fit: _Fit) -> list[str]:
             f"to {_rate(high)}",
         ),
         (
-            high and not hardware.is_stated,
+            high and not fit.hardware.is_stated,
             f"the NICs of a host are not stated: {_nics_text(fit.range)} for each GPU fit",
-        ),
-        (
-            0 < high < _TOLERANCE * peak,
-            f"this is more than the {_rate(high)} of healthy tables",
         ),
     )
     return [text for is_true, text in remarks if is_true]
@@ -304,39 +385,37 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
     peak = fit.curve.peak
     small = fit.curve.smallest
     each = fit.range
-    half = fit.curve.half_bytes
-    assumed = "" if fit.hardware.is_stated else ", assumed"
-    gbit = fit.hardware.nic_gbit or each.nic_gbit
-    limit = f"the NICs ({gbit:.4g}G for each GPU{assumed})"
-    if fit.hardware.num_hosts == 1 and fit.hardware.device:
-        limit = str(fit.hardware.device.link_kind)
-    place = f"{_rate(peak.busbw)} at {format_bytes(peak.size_bytes)}"
-    share = f" = {peak.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of {limit}"
+    share = f" = {peak.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of {_limit(fit)}"
     end = fit.curve.points[-1]
     loss = 1 - end.busbw / peak.busbw
     sag = (
         f", {loss:.0%} below the peak at {format_bytes(end.size_bytes)}" if loss > 0.05 else ""
     )
-    own = f", {each.num_own} by this project" if each.num_own else ""
-    tables = f"{each.num_tables}{own}{'' if each.link else ', of other GPUs or NICs'}"
+    tables = f"{each.num_tables}{'' if each.link else ', of other GPUs or NICs'}"
+    least = fit.peak_span[0] if fit.peak_span else 0.0
+    peak_range = (
+        f"{_span(fit.peak_span, _rate)}; normal from {_rate(_NORMAL * least)}, not normal "
+        f"below {_rate(_TOLERANCE * least)}"
+    )
+    late = f"; not normal above {format_time(fit.max_latency_s)}"
     figures = (
         (
             "peak busbw",
-            f"{place}{share if fit.unit else ''}",
-            _span(fit.peak_span if each.share and fit.has_peak else None, _rate),
+            f"{_rate(peak.busbw)} at {format_bytes(peak.size_bytes)}"
+            f"{share if fit.unit else ''}",
+            peak_range if least and each.share and fit.has_peak else "",
         ),
         (
             "shortest time",
             f"{format_time(small.time_s)} at {format_bytes(small.size_bytes)}" if small else "",
-            _span(fit.latency_span, format_time),
-        ),
-        (
-            "half of peak",
-            f"from {format_bytes(half)}" if half else "",
-            _span(each.half_bytes, format_bytes),
+            _span(fit.latency_span, format_time) + (late if fit.max_latency_s < inf else ""),
         ),
         ("shape", f"{', '.join(fault.name for fault in faults) or 'no fault'}{sag}", ""),
-        ("healthy tables", tables if each.num_tables else "none to compare with", ""),
+        (
+            "healthy tables",
+            tables if fit.unit or fit.latency_span else "none to compare with",
+            "",
+        ),
     )
     return tuple(
         {"figure": figure, "value": value, "reference": reference}

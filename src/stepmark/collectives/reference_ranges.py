@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from math import inf
 
 import msgspec
 
@@ -62,9 +63,7 @@ class HealthyCurve:
     family: str
     share: float | None = None  # peak busbw / rate()
     latency: float | None = None  # shortest time / tuner_latency_s()
-    half_bytes: int | None = None
     source: str
-    is_own: bool = False  # a run of this project
     fingerprint: str  # Curve.fingerprint
 
 
@@ -78,9 +77,7 @@ class Range:
     family: str
     share: Span | None = None
     latency: Span | None = None
-    half_bytes: Span | None = None
     num_tables: int = 0
-    num_own: int = 0
     sources: tuple[str, ...] = ()
 
 
@@ -126,6 +123,33 @@ def rate(hardware: Hardware, family: str, nic_gbit: float) -> float:
     leaving = hosts / (hosts - 1) * (ranks - 1) / ranks
     nics = {"sendrecv": 1.0, "all_to_all": leaving}.get(family, ranks / hosts)
     return nics * nic_gbit / 8 * 1e9
+
+
+def possible_shares(hardware: Hardware, family: str) -> Span:
+    """Return the most of rate() that a busbw can reach, without and with sums in switches.
+
+    The bytes that leave a node take their time by its links; a node is a host, on one host a
+    GPU. An all-reduce of S by n ranks on m nodes sends at least 2 (m-1)/m S from each, with
+    SHARP or NVLS S, and its busbw is 2 (n-1)/n S/t; a gather sends (m-1)/m S, at (n-1)/n S/t
+    (nccl-tests, doc/PERFORMANCE.md, has the factors for m = n). inf where it is not known.
+    """
+    ranks = hardware.num_ranks
+    hosts = hardware.num_hosts
+    domain = (hardware.device and hardware.device.link_domain) or 0
+    # A domain of several hosts leaves it by the NICs of all of them.
+    if ranks < 2 or not hosts or (hosts > 1 and domain > ranks / hosts):
+        return inf, inf
+    nodes = hosts if hosts > 1 else ranks
+    share = nodes / (nodes - 1) * (ranks - 1) / ranks
+    limits = {
+        "all_reduce": (share, 2 * (ranks - 1) / ranks),
+        "all_reduce of one byte": (share, share),
+        "gather": (share, share),
+        "all_to_all": (1.0, 1.0),
+        # One rank of a host may send by all its NICs.
+        "sendrecv": (ranks / nodes, ranks / nodes),
+    }
+    return limits.get(family, (inf, inf))
 
 
 def send_channel_share(num_ranks: int, nic_gbit: float) -> float:
@@ -193,8 +217,6 @@ def _range_of(healthy: Sequence[HealthyCurve], first: Range) -> Range:
         network=" or ".join(sorted({each.network for each in healthy})),
         share=span("share"),
         latency=span("latency"),
-        half_bytes=span("half_bytes"),
         num_tables=len(healthy),
-        num_own=sum(each.is_own for each in healthy),
         sources=tuple(dict.fromkeys(each.source for each in healthy)),
     )

@@ -26,7 +26,7 @@ class Statistics:
     size_range: str | None = flag(
         "sizes of the geometric mean, e.g. 1M-1G [all]", "--range", metavar="SIZE-SIZE"
     )
-    noise: Share | None = flag("variation of one launch (1 sd), e.g. 2%", rare=True)
+    noise: Share | None = flag("variation of one launch (1 sd), e.g. 2%")
     noise_from: tuple[str, ...] = flag(
         "a run with several launches, whose variation is used",
         "--noise-from",

@@ -45,6 +45,11 @@ from stepmark.store.view import console
 from stepmark.text_tables import find, repeat_notes
 from stepmark.text_tables.slide_tables import rate_units
 
+_ALLOWED = (
+    "a file with a table of times or rates, or the log of a trainer (Megatron-LM, NeMo, "
+    "torchtitan, DeepSpeed, Hugging Face, ...: docs/verbs/logs.md); traces: stepmark trace "
+    "compare A B"
+)
 _MOST_PAST_RUNS = 20  # that show how launches of a side vary
 
 
@@ -166,7 +171,7 @@ def _file_source(path: Path, number: int | None) -> _Source:
         if not tables:
             raise ConfigError("compare", f"{path}:{number}", "a table of this file")
     if not tables:
-        raise ConfigError("compare", path, "a file with a table of times or rates")
+        raise ConfigError("compare", path, _ALLOWED)
     wide = [table for table in tables if table.columns]
     if wide and len(tables) > 1:
         raise ConfigError("compare", path, f"one of its tables: {table_list(path, tables)}")

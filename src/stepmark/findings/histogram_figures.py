@@ -75,7 +75,7 @@ def section(
         )
         for finding in findings
     ]
-    text = [preformatted(*lines(rows))] if rows else []
+    text = [preformatted(*lines(rows), is_table=True)] if rows else []
     return Section(name, content, [*more, *figures(rows), Section("Rows", text)])
 
 

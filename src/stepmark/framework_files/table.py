@@ -1,7 +1,7 @@
 """The keys of a framework's file, and what each is to us: one table reads and writes it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from stepmark.ground.errors import ConfigError, nearest
 
@@ -79,9 +79,6 @@ class Translation:
     needed: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     fixed: Options = field(default_factory=dict)
     freed_by: str = ""
-
-    def with_options(self, options: Options) -> "Translation":
-        return replace(self, options=self.options | options)
 
 
 def _as_is(keys: Keys) -> Keys:

@@ -40,25 +40,26 @@ class Sample:
 class Row:
     """Two sides of a measurement. Rows of one kind vary alike.
 
-    by_round: a launch is a round, and its name the same on both sides. by_step: a launch is a
-    step of the same processes. noise: relative standard deviation of a launch, as stated; it
-    counts where a side has a single one. repeats: variance of a launch on other machines; it
-    counts where both sides have a single one, and neither has a past, and in rounds where too
-    few rows and launches show their own.
+    by_round: a launch is a round, and its name the same on both sides. noise: relative standard
+    deviation of a launch, as stated; it counts where a side has a single one. repeats: variance
+    of a launch on other machines; it counts where both sides have a single one, and neither has
+    a past, and in rounds where too few rows and launches show their own.
     """
 
     kind: Hashable
     base: Sample
     other: Sample
     by_round: bool = False
-    by_step: bool = False
     noise: float | None = None
     repeats: Variance | None = None
 
     @property
     def is_same(self) -> bool:
-        """Whether both sides are the same launches, and not rounds of two settings."""
-        return not self.by_round and self.base.logs == self.other.logs
+        """Whether both sides are the same launches, and not rounds of two settings.
+
+        With a stated noise they count as two, as those of a copy do.
+        """
+        return self.stated is None and not self.by_round and self.base.logs == self.other.logs
 
     @property
     def stated(self) -> float | None:

@@ -275,9 +275,7 @@ def _unpaired_row(row: Row, spread: Spread, place: int) -> _Difference | None:
         return None  # equal values prove nothing
     if min(len(side.logs) for side in sides) == 1:
         own = own.scaled(_SINGLE)
-    # States that a process takes for all of its life do not lie between its steps.
-    own = own if row.by_step else own.widened(_P_ROW, spread.seen_df)
-    launch = total([own, spread.common])
+    launch = total([own.widened(_P_ROW, spread.seen_df), spread.common])
     return _Difference(
         row=row,
         log_speed=row.base.mean - row.other.mean,
@@ -309,7 +307,7 @@ def _shift_by_chance(log_speed: float) -> Variance:
 
 def _is_by_chance(row: Row) -> bool:
     """Whether all launches of one side, and none of the other, may be slow."""
-    if row.by_step or row.base.past or row.other.past:
+    if row.base.past or row.other.past:
         return False
     return _is_by_chance_of(len(row.base.logs), len(row.other.logs))
 

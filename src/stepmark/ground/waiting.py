@@ -10,6 +10,7 @@ from typing import ClassVar
 from stepmark.ground import outer_launcher
 
 _PATIENCE_S = 2.0
+_PAUSE_OF_FILE_S = 30
 _CLEAR = "\x1b[K"  # to the end of the line
 
 
@@ -23,14 +24,16 @@ def wait_until(is_done: Callable[[], object], limit_s: float, poll_s: float = 0.
 class Waiting:
     """A line that appears once the wait takes longer than 2 s.
 
-    A terminal shows the seconds and in the end nothing; a file gets the line once. Of the ranks
-    of a launcher only the first writes it. A wait within another one has no line.
+    A terminal shows the seconds and in the end nothing; a file gets the line once, and again
+    every 30 s with progress. Of the ranks of a launcher only the first writes it. A wait within
+    another one has no line. progress: how much is done, in words.
     """
 
     _num_open: ClassVar = 0
 
     def __init__(self, what: str) -> None:
         self._what = what
+        self.progress = ""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)
         if outer_launcher.is_first() and not Waiting._num_open:
@@ -59,16 +62,20 @@ class Waiting:
     def _show(self) -> None:
         if self._done.wait(_PATIENCE_S):
             return
-        if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-            _write(f"# {self._what} ...\n")
-            return
+        is_file = not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
+        pause_s = _PAUSE_OF_FILE_S if is_file else 1
         seconds = int(_PATIENCE_S)
         while True:
-            _write(f"\r{self._what}: {seconds} s{_CLEAR}")
-            if self._done.wait(1.0):
+            what = f"{self._what}, {self.progress}" if self.progress else self._what
+            if not is_file:
+                _write(f"\r{what}: {seconds} s{_CLEAR}")
+            elif self.progress or seconds < pause_s:
+                _write(f"# {what} ...\n")
+            if self._done.wait(pause_s):
                 break
-            seconds += 1
-        _write(f"\r{_CLEAR}")
+            seconds += pause_s
+        if not is_file:
+            _write(f"\r{_CLEAR}")
 
 
 def _write(text: str) -> None:

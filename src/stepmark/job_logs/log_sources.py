@@ -116,7 +116,11 @@ def collect(words: Sequence[str], *, only_tables: bool = False) -> Inputs:
         ]
         sorted_paths.update(path.resolve() for path in paths)
         if not any(is_known):
-            raise ConfigError("file", word, "a folder or pattern with logs, dumps or tables")
+            raise ConfigError(
+                "file",
+                word,
+                "a folder or pattern with logs, dumps or tables (a run: `stepmark runs show`)",
+            )
     return inputs
 
 
@@ -251,6 +255,7 @@ def kinds_of(path: Path) -> set[str]:
 
 Rows = list[dict[str, object]]
 _MAX_RANKS_SHOWN = 16
+_UNREAD = "in no format that is read (docs/verbs/logs.md lists those of trainers)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +312,9 @@ def read_sources(
         by_kind[RAS] = _ras(paths[RAS])
     if paths[INSPECTOR]:
         by_kind[INSPECTOR] = _inspector(paths[INSPECTOR])
+    if facts and facts.has_steps and not (inputs.training or inputs.unread_steps):
+        lines = (*by_kind[LOG].lines, f"{'steps':<{LEAD}}{_UNREAD}")
+        by_kind[LOG] = replace(by_kind[LOG], lines=lines)
     sources = list(by_kind.values())
     if training and (inputs.training or inputs.unread_steps):
         sources.insert(0, _training(inputs, training))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from stepmark import text_tables as tables
-from stepmark.collectives.judgement import Judgement, judge, parse_nics
+from stepmark.collectives.judgement import Judgement, judge, parse_nics, wrapped
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
 from stepmark.findings.finding import Finding, Severity
@@ -272,7 +272,7 @@ class LogReport:
             # The only verdict is the answer itself.
             only = [each for judged in self.judgements for each in judged]
             answer = f"{only[0].value}: {only[0].text}" if len(only) == 1 else self.verdicts
-            yield f"{'answer':<{LEAD}}{answer}"
+            yield from wrapped(f"{'answer':<{LEAD}}{answer}")
         if self.options.is_diagnosis:
             yield from finding_text(self.stops)
         for place, source in enumerate(self.sources):
@@ -286,7 +286,7 @@ class LogReport:
             name, *facts = log_summary.table_lines(table)
             yield name
             for judgement in judgements:
-                yield from judgement.lines()[is_only:]
+                yield from judgement.lines(with_verdict=not is_only)
             yield from facts
             yield from finding_text(findings)
         for file in self.without_tables:

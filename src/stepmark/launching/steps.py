@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from stepmark.ground.options import options
 from stepmark.ground.units import parse_duration
 from stepmark.launching.launch_options import LaunchOptions
-from stepmark.nodes.node_options import LIST_S, MOST_FOR_ALL_PAIRS, TIMEOUT_S, DoctorOptions
+from stepmark.nodes.node_options import (
+    LIST_S,
+    MOST_FOR_ALL_PAIRS,
+    TIMEOUT_S,
+    DoctorOptions,
+    check_budget,
+)
 
 # Options of `doctor --nodes` that hosts measure by; the others are the verdict's.
 _MEASURED_BY = ("launches", "timeout")
@@ -100,7 +106,10 @@ def time_limit_s(launch: LaunchOptions, num_hosts: int) -> int:
 def _budget_s(given: Mapping[str, Sequence[str]], num_hosts: int) -> float | None:
     """Return --budget of each step that measures: devices and the network have half of it."""
     budget_s = _duration_s(given, "budget")
-    return budget_s / 2 if budget_s and num_hosts > 1 else budget_s
+    if budget_s and num_hosts > 1:
+        budget_s /= 2
+    check_budget(budget_s, _duration_s(given, "timeout"))
+    return budget_s
 
 
 def _duration_s(given: Mapping[str, Sequence[str]], name: str) -> float | None:

@@ -1,7 +1,7 @@
 """A layout of a model on a number of GPUs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -110,7 +110,3 @@ class Candidate:
     def needed_bytes(self) -> int:
         """Bytes of a device that the fullest rank needs. Raises ConfigError."""
         return self.memory.reserved_bytes + workload_memory.OUTSIDE_BYTES
-
-    def with_job(self, job: Job, settings: Any) -> "Candidate":
-        """Return another layout of the same framework."""
-        return replace(self, job=job, settings=settings)

@@ -41,7 +41,9 @@ def write_layouts(options: PlanOptions, searches: Sequence[LayoutSearch]) -> lis
     writer = _Writer(options.files)
     with Waiting(f"writing files of layouts to {options.files}"):
         if len(searches) > 1:
-            written = [writer.search(own, 1, f"{own.num_gpus}gpus-") for own in searches]
+            written = [
+                writer.search(own, 1, f"{own.cluster.num_gpus}gpus-") for own in searches
+            ]
         else:
             written = [writer.search(own, options.top) for own in searches]
     for line in writer.report(options):

@@ -36,7 +36,8 @@ _IN_PLACE = 8  # shares of axes that one process estimates faster than several
 class LayoutSearch:
     """Layouts for a number of GPUs that were simulated, the fastest first.
 
-    neighbours: layouts that differ from the best in one axis each, of each axis the fastest.
+    neighbours: layouts that differ from the best in one axis each, of each axis the fastest;
+    that of another framework may differ in the others, too.
     estimates: of all layouts that may fit: seconds and least bytes. num_layouts: of all;
     num_too_large: of those, layouts that need more memory than allowed, as far as they were
     looked at. errors: of layouts whose step has no time.
@@ -50,10 +51,6 @@ class LayoutSearch:
     num_too_large: int
     errors: Sequence[ConfigError]
     took_s: float
-
-    @property
-    def num_gpus(self) -> int:
-        return self.cluster.num_gpus
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -145,8 +142,11 @@ class _Search:
     def estimate(self, axes: Sequence[Sequence[Axes]]) -> None:
         """Estimate all layouts. Raises ConfigError where there is none."""
         results = self.workers.map(Searcher.share, axes)
-        with Waiting(f"estimating layouts of {self.cluster.num_gpus} GPUs"):
-            shares: list[Share] = list(results)
+        shares: list[Share] = []
+        with Waiting(f"estimating layouts of {self.cluster.num_gpus} GPUs") as waiting:
+            for share in results:
+                shares.append(share)
+                waiting.progress = f"{len(shares)} of {len(axes)} groups"
         self.num_layouts = sum(share.num_layouts for share in shares)
         self.num_too_large = sum(share.num_too_large for share in shares)
         if not self.num_layouts:
@@ -160,10 +160,11 @@ class _Search:
 
     def simulate(self) -> None:
         """Simulate while another layout may be the best. Raises ConfigError if none fits."""
-        with Waiting("simulating the best layouts"):
+        with Waiting("simulating the best layouts") as waiting:
             position = 0
             while worth := self._worth(position):
                 self._simulate(worth)
+                waiting.progress = f"{len(self._results)} so far"
                 position = worth[-1] + 1
             self._simulate(self._front())
         if not self.simulated:
@@ -207,13 +208,16 @@ class _Search:
                 yield position
 
     def neighbours(self) -> dict[str, Simulated]:
-        """Return the fastest layout that differs from the best in one axis, by this axis."""
+        """Return the fastest layout that differs from the best in one axis, by this axis.
+
+        That of another framework may differ in all: each has its own best degrees.
+        """
         best = self.simulated[0].candidate.axes
         waiting: dict[str, list[int]] = defaultdict(list)
         for position, layout in enumerate(self.estimated):
             own = layout.candidate.axes
             changed = [axis for axis, value in best.items() if own[axis] != value]
-            if len(changed) == 1:
+            if len(changed) == 1 or "framework" in changed[:1]:
                 waiting[changed[0]].append(position)
         neighbours: dict[str, Simulated] = {}
         with Waiting("simulating layouts like the best"):

@@ -222,20 +222,26 @@ def _chunks(options: PlanOptions, model: ModelConfig, pp: int) -> Sequence[int]:
     return (1, *fits)
 
 
-def _of_megatron(
-    options: PlanOptions, model: ModelConfig, axes: Axes, _data_ranks: int
-) -> Iterator[dict[str, Any]]:
-    """Yield settings of Megatron-LM: all that costs nothing, chunks, recomputed layers."""
+def megatron_settings(options: PlanOptions, model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of all layouts of Megatron-LM: all that costs nothing."""
     common: dict[str, Any] = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,
         "overlap_param_gather": True,
-        "sequence_parallel": axes.tp > 1,
+        "sequence_parallel": True,  # without effect if tp is 1
     }
-    if model.moe and axes.tp > 1:
+    if model.moe:
         common["expert_tensor_parallel_size"] = 1
     if options.packing:
         common["create_attention_mask_in_dataloader"] = False
+    return common
+
+
+def _of_megatron(
+    options: PlanOptions, model: ModelConfig, axes: Axes, _data_ranks: int
+) -> Iterator[dict[str, Any]]:
+    """Yield settings of Megatron-LM: what all layouts have, chunks, recomputed layers."""
+    common = megatron_settings(options, model)
     kinds = options.cp_comm_type if axes.cp > 1 else EXCHANGES[:1]
     for chunks, kind in itertools.product(_chunks(options, model, axes.pp), kinds):
         own = dict(common)

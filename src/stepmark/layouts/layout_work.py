@@ -1,8 +1,9 @@
 """What a process of a search does: estimate a share of the layouts, simulate one of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
@@ -30,11 +31,12 @@ class Estimated:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A simulated layout."""
+    """A simulated layout. figures: of its prediction."""
 
     candidate: Candidate
     row: Row
     ledger: Ledger
+    figures: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +112,15 @@ class Searcher:
             if candidate.needed_bytes > self.cluster.most_bytes:
                 return TooLarge(needed_bytes=candidate.needed_bytes)
             prediction = self.cluster.predicted(candidate)
+            figures = prediction.figures()
         except ConfigError as error:  # as messages that do not divide
             return error
         row = {
             "gpus": self.cluster.num_gpus,
             **layout.row,
-            **row_of(prediction.figures()),
+            **row_of(figures),
             "estimated_s": layout.step_s,
         }
-        return Simulated(candidate=candidate, row=row, ledger=prediction.step.ledger)
+        return Simulated(
+            candidate=candidate, row=row, ledger=prediction.step.ledger, figures=figures
+        )

@@ -7,9 +7,7 @@ from typing import Any
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
-from stepmark.ground.options import build, plain
-from stepmark.ground.options import options as options_of
-from stepmark.layouts.cluster import inputs_of_cluster
+from stepmark.layouts.anchors_of_plan import anchored_by_plan
 from stepmark.layouts.layout_files import check_folder, write_layouts
 from stepmark.layouts.layout_search import LayoutSearch, search
 from stepmark.layouts.layout_work import Simulated
@@ -18,16 +16,10 @@ from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.plan_page import page
 from stepmark.layouts.plan_text import lines_of_count, lines_of_counts, place
 from stepmark.measuring.delivery import write_files
-from stepmark.predictions import framework_job
-from stepmark.predictions.anchored_steps import check_columns
-from stepmark.predictions.factors import Anchored
-from stepmark.predictions.predict import anchored_by
-from stepmark.predictions.predict_options import PredictOptions
 from stepmark.predictions.prediction_text import anchor_lines
 from stepmark.store.view import print_text
 
 LeftOut = dict[int, ConfigError]  # by number of GPUs
-_MEGATRON = "megatron"
 
 
 def run(options: PlanOptions) -> int:
@@ -72,7 +64,7 @@ def _search_all(options: PlanOptions) -> tuple[list[LayoutSearch], LeftOut]:
     """Search for each number of GPUs. Raises ConfigError where none has a layout."""
     searches: list[LayoutSearch] = []
     left_out: LeftOut = {}
-    anchored = _anchored(options)
+    anchored = anchored_by_plan(options)
     for count in sorted({*options.gpus}):
         own = dataclasses.replace(options, gpus=(count,))
         try:
@@ -82,32 +74,6 @@ def _search_all(options: PlanOptions) -> tuple[list[LayoutSearch], LeftOut]:
     if not searches:
         raise next(iter(left_out.values()))
     return searches, left_out
-
-
-def _anchored(options: PlanOptions) -> Anchored | None:
-    """Return the factors by --anchor, fitted once for all layouts. Raises ConfigError.
-
-    What a row leaves out is the plan's: its GPUs, if they are one number, sequences of a step,
-    tokens of a sequence, and the framework, if it is one.
-    """
-    if options.anchor is None:
-        return None
-    values: dict[str, Any] = {
-        "models": options.models,
-        "gbs": options.gbs,
-        "seq_len": options.seq_len,
-    }
-    values |= inputs_of_cluster(options)
-    if len({*options.gpus}) == 1:
-        values["nproc"] = str(options.gpus[0])
-    else:
-        number = (option for option in options_of(PredictOptions) if option.name == "nproc")
-        check_columns(options.anchor, number)
-    job = PredictOptions(**values)
-    if options.framework != _MEGATRON:
-        return anchored_by(job)
-    cls = framework_job.options_class(_MEGATRON)
-    return anchored_by(build(cls, {**plain(job), "framework": _MEGATRON}))
 
 
 def lines(
@@ -134,7 +100,7 @@ def document(searches: list[LayoutSearch], left_out: LeftOut) -> dict[str, Any]:
         "anchors": anchored and anchored.document(),
         "counts": [
             {
-                "gpus": each.num_gpus,
+                "gpus": each.cluster.num_gpus,
                 "num_layouts": each.num_layouts,
                 "num_too_large": each.num_too_large,
                 "seconds": each.took_s,

@@ -22,6 +22,7 @@ from stepmark.model.packing import PackingOption
 from stepmark.predictions.training_run import GpuHourPrices, Tokens
 
 BOTH = "both"
+MEGATRON = "megatron"
 SCHEDULES = ("1f1b", "zb1p", "zbv", "dualpipev")
 ALL_TO_ALL = "alltoall"
 TWO_HOP = "two-hop"
@@ -114,7 +115,7 @@ class Measured:
         "measured collectives: a run or nccl-tests files", metavar="RUN|FILE"
     )
     anchor: str | None = flag(
-        "fit factors to measured steps: a run, a log, or a CSV", metavar="RUN|LOG|CSV"
+        "fit factors to measured steps: a run, or a table of yours", metavar="RUN|FILE"
     )
     verify: Annotated[int, between(1, 20)] | None = flag(
         "measure so many layouts on the GPUs of this machine, as anchors", metavar="K"

@@ -41,7 +41,7 @@ def _table(text: Sequence[str]) -> Sequence[str]:
 
 
 def _sections(result: LayoutSearch, *, several: bool) -> Iterator[Section | Figure]:
-    where = f" on {result.num_gpus} GPUs" if several else ""
+    where = f" on {result.cluster.num_gpus} GPUs" if several else ""
     yield scatter(result, where)
     best = result.best
     neighbours = sorted(

@@ -1,16 +1,16 @@
 """What `stepmark plan` prints: the best layout, what was searched, rows, and why it is best."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from stepmark.ground.units import GIB, format_time
+from stepmark.ground.units import format_time
 from stepmark.layouts.layout_search import LayoutSearch
+from stepmark.layouts.layout_work import Simulated
 from stepmark.layouts.plan_options import ALL_TO_ALL, EXCHANGES, PlanOptions
-from stepmark.predictions.prediction import HOST, shares_pct
-from stepmark.predictions.prediction_grid import Row
-from stepmark.predictions.prediction_text import anchor_lines, fit_text
+from stepmark.predictions.interval import Interval
+from stepmark.predictions.prediction_grid import Row, gibibytes, step_text, whole
+from stepmark.predictions.prediction_text import anchor_lines, fit_text, limit_text
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
 from stepmark.tables.table import Table
-from stepmark.timeline.ledger import Ledger
 
 FRAMEWORKS = {"megatron": "Megatron", "pytorch": "PyTorch"}
 _RARE = ("vpp", "cp", "ep")  # axes
@@ -20,18 +20,13 @@ _MOST_REASONS = 4
 _MOST_SMALLER = 3
 _TIE = 0.4  # chance of being faster than the first, from which a layout is worth a measurement
 _AXES = ("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "recompute")
-PARTS: dict[str, Callable[[Row], float]] = {
-    "computing": lambda row: row["step_s"] - row["exposed_comm_s"] - row["bubble_s"],
-    "exposed communication": lambda row: row["exposed_comm_s"],
-    "pipeline bubble": lambda row: row["bubble_s"],
-}
 
 
 def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
     """Yield the answer for one number of GPUs."""
     best = result.rows[0]
-    yield f"{best['name']} on {result.num_gpus} {options.device}: {place(best)}"
-    yield f"  {_figures(best, result.best.ledger, result.cluster.device.hbm_bytes)}"
+    yield f"{best['name']} on {result.cluster.num_gpus} {options.device}: {place(best)}"
+    yield f"  {_figures(result.best, result.cluster.device.hbm_bytes)}"
     yield f"  {_assumed(options, result)}"
     yield f"  {_searched(result)}"
     yield f"  {result.command}"
@@ -53,10 +48,12 @@ def _assumed(options: PlanOptions, result: LayoutSearch) -> str:
     network = cluster.network.name if cluster.network else "one host"
     length = result.best.candidate.job.model.seq_len
     packed = f", packed from pieces ({options.packing.text})" if options.packing else ""
+    around = result.best.figures["interval"]
+    interval = f", {Interval(**around)}" if around else ""
     return (
         f"{costs}, network {network}; {options.gbs:,} sequences of {length:,} tokens a step"
         f"{packed}, "
-        f"{options.precision or 'bf16'}, {options.memory:.0%} of the memory"
+        f"{options.precision or 'bf16'}, {options.memory:.0%} of the memory{interval}"
     )
 
 
@@ -67,13 +64,16 @@ def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
     yield f"{rows[0]['name']}: the fastest layout for each number of GPUs, with the same batch"
     yield ""
     yield from Table(rows, columns(rows)).text()
-    worth = [row for row in rows if row["tokens_per_s_gpu"] >= _WORTH * most]
-    last = worth[-1]
-    text = f"up to {last['gpus']} GPUs each does at least {_WORTH:.0%} of the best tokens/s"
-    later = [row for row in rows if row["gpus"] > last["gpus"]]
+    rates = [
+        (row["tokens_per_s_gpu"], each.best) for row, each in zip(rows, searches, strict=True)
+    ]
+    last = [best for rate, best in rates if rate >= _WORTH * most][-1]
+    num_gpus = last.row["gpus"]
+    text = f"up to {num_gpus} GPUs each does at least {_WORTH:.0%} of the best tokens/s"
+    later = [each.best for each in searches if each.best.row["gpus"] > num_gpus]
     if later:
         name, more_s = _largest(later[0], last, per_gpu=True)
-        text += f"; with {later[0]['gpus']} more of their time goes to {name}"
+        text += f"; with {later[0].row['gpus']} more of their time goes to {name}"
         text += f" ({more_s:+.1%} of the step)"
     yield text
 
@@ -95,16 +95,17 @@ def place(row: Row) -> str:
     return ", ".join((row["framework"], *degrees, *schedule, *hops, *replicated, again))
 
 
-def _figures(row: Row, ledger: Ledger, device_bytes: int | None) -> str:
+def _figures(best: Simulated, device_bytes: int | None) -> str:
     """Return the step, its rate, whether it fits, and what most of it is."""
+    row = best.row
     figures = [f"step {format_time(row['step_s'])}"]
     figures += [f"{row['tokens_per_s_gpu']:,.0f} tokens/s/GPU"]
     if row["mfu_pct"] is not None:
         figures += [f"{row['mfu_pct']:.1f} % MFU (causal)"]
-    figures += [fit_text(row["verdict"], row["reserved_bytes"], device_bytes)]
-    shares = shares_pct(ledger)
-    part = HOST if row["bound"] == "host" else next(iter(shares))
-    figures += [f"bound by {part} ({shares.get(part, 0.0):.1f} % of the step)"]
+    figures += [
+        fit_text(row["verdict"], row["reserved_bytes"], device_bytes),
+        limit_text(best.figures),
+    ]
     if row["days"] is not None:
         figures += [f"{row['days']:,.1f} days"]
     if row["cost"] is not None:
@@ -114,8 +115,10 @@ def _figures(row: Row, ledger: Ledger, device_bytes: int | None) -> str:
 
 def _searched(result: LayoutSearch) -> str:
     error = max(abs(row["estimated_s"] / row["step_s"] - 1) for row in result.rows)
+    most_cp = max(each.candidate.parallel.cp for each in result.estimates)
+    cp = "" if result.cluster.options.cp else f" (cp at most {most_cp}, more by --cp)"
     text = (
-        f"searched {result.num_layouts:,} layouts in {result.took_s:.0f} s: "
+        f"searched {result.num_layouts:,} layouts in {result.took_s:.0f} s{cp}: "
         f"{result.num_too_large:,} need more memory, {len(result.rows)} simulated (estimates "
         f"of these within {error:.1%}), others estimated"
     )
@@ -135,38 +138,40 @@ def _why(result: LayoutSearch) -> Iterator[str]:
         )
     smaller = [row for row in result.rows[1:] if row["is_pareto"]]
     for row in smaller[:_MOST_SMALLER]:
-        yield f"{_gibibytes(row)} GiB: {place(row)}, {_change(row, best)}"
-    rows = {axis: each.row for axis, each in result.neighbours.items()}
-    slower = sorted(rows.items(), key=lambda item: -item[1]["step_s"])
-    for axis, row in slower[:_MOST_REASONS]:
-        name, more = _largest(row, best)
-        values = (own[axis] or _UNNAMED[axis] for own in (row, best))
-        text = f"{axis} {' instead of '.join(map(str, values))}: {_change(row, best)}"
-        yield f"{text}, of which {name} {more:+.1%}; {_gibibytes(row)} GiB"
+        yield f"{gibibytes(row)} GiB: {place(row)}, {_change(row, best)}"
+    slower = sorted(result.neighbours.items(), key=lambda item: -item[1].row["step_s"])
+    for axis, each in slower[:_MOST_REASONS]:
+        row = each.row
+        name, more = _largest(each, result.best)
+        values = " instead of ".join(str(own[axis] or _UNNAMED[axis]) for own in (row, best))
+        text = f"{axis} {values}"
+        if axis == "framework":  # whose fastest layout differs in more
+            text = place(row)
+        change = f"{_change(row, best)}, of which {name} {more:+.1%}"
+        yield f"{text}: {change}; {gibibytes(row)} GiB"
 
 
 def _change(row: Row, best: Row) -> str:
     return f"{row['step_s'] / best['step_s'] - 1:+.1%} of the step"
 
 
-def _largest(row: Row, best: Row, *, per_gpu: bool = False) -> tuple[str, float]:
+def _largest(other: Simulated, best: Simulated, *, per_gpu: bool = False) -> tuple[str, float]:
     """Return the part that differs the most, and by what share of the best step."""
-
-    def shares(own: Row) -> Mapping[str, float]:
-        whole = own["step_s"] if per_gpu else best["step_s"]
-        return {name: part(own) / whole for name, part in PARTS.items()}
-
-    before, after = shares(best), shares(row)
-    name = max(before, key=lambda part: after[part] - before[part])
-    return name, after[name] - before[name]
+    best_s = best.row["step_s"]
+    before = parts_s(best)
+    scale = best_s / other.row["step_s"] if per_gpu else 1.0
+    more = {name: scale * own - before.get(name, 0.0) for name, own in parts_s(other).items()}
+    name = max(more, key=more.__getitem__)
+    return name, more[name] / best_s
 
 
-def _step(row: Row) -> str:
-    return format_time(row["step_s"])
-
-
-def _rate(row: Row) -> str:
-    return f"{row['tokens_per_s_gpu']:,.0f}"
+def parts_s(each: Simulated) -> Mapping[str, float]:
+    """Return what the step waits for, with contention apart from the computation it slows."""
+    figures = each.figures
+    whole_s = figures["step_s"] / 100
+    parts = {name: pct * whole_s for name, pct in figures["shares_pct"].items()}
+    parts["computation"] -= figures["contention_s"]
+    return {**parts, "contention": figures["contention_s"]}
 
 
 def _chance(row: Row) -> str:
@@ -174,22 +179,10 @@ def _chance(row: Row) -> str:
     return "" if row["chance_faster"] is None else f"{100 * row['chance_faster']:.0f}"
 
 
-def _gibibytes(row: Row) -> str:
-    return f"{row['reserved_bytes'] / GIB:.1f}"
-
-
 def _data_ranks(row: Row) -> str:
     """Return the data ranks, as replicas x shards where there are such."""
     replicas = row["dp_replicate"]
     return f"{replicas}x{row['dp'] // replicas}" if replicas > 1 else str(row["dp"])
-
-
-def _framework(row: Row) -> str:
-    return FRAMEWORKS[row["framework"]]
-
-
-def _cost(row: Row) -> str:
-    return "" if row["cost"] is None else f"{row['cost']:,.0f}"
 
 
 def columns(rows: Sequence[Row]) -> list[Column[Row]]:
@@ -201,7 +194,7 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     has_hops = any(row["dispatch"] for row in rows)
     return [
         *([given("gpus", COUNT, "GPUs")] if several else []),
-        given("framework", TEXT, "rules", _framework),
+        given("framework", TEXT, "rules", lambda row: FRAMEWORKS[str(row["framework"])]),
         *(given(name, COUNT) for name in chosen),
         *([given("pp_schedule", TEXT, "schedule")] if has_schedules else []),
         *([given("cp_comm_type", TEXT, "cp by")] if exchanges else []),
@@ -209,11 +202,11 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
         given("dp", COUNT, words=_data_ranks),
         given("mbs", COUNT),
         given("recompute", TEXT, "ckpt"),
-        given("step_s", NUMBER, "step", _step),
-        given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", _rate),
+        given("step_s", NUMBER, "step", step_text),
+        given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", whole("tokens_per_s_gpu")),
         given("mfu_pct", PERCENT, "MFU"),
-        given("reserved_bytes", NUMBER, "GiB", _gibibytes),
+        given("reserved_bytes", NUMBER, "GiB", gibibytes),
         given("chance_faster", NUMBER, "win %", _chance),
         given("days", PERCENT),
-        given("cost", NUMBER, words=_cost),
+        given("cost", NUMBER, words=whole("cost")),
     ]

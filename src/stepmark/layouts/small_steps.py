@@ -30,7 +30,7 @@ def without_data_ranks(candidate: Candidate) -> Candidate:
     own = replace(parallel, dp_shard=parallel.ep, dp_replicate=1)
     count = candidate.job.num_microbatches
     job = replace(candidate.job, parallel=own, gbs=candidate.job.mbs * own.data_ranks * count)
-    return candidate.with_job(job, settings)
+    return replace(candidate, job=job, settings=settings)
 
 
 def without_pipeline(candidate: Candidate) -> Candidate:
@@ -49,7 +49,7 @@ def without_pipeline(candidate: Candidate) -> Candidate:
             "pp_stages": 2,
             "pp_microbatches": 0,
         }
-    return candidate.with_job(job, replace(candidate.settings, **changes))
+    return replace(candidate, job=job, settings=replace(candidate.settings, **changes))
 
 
 def one_stage(
@@ -80,4 +80,4 @@ def one_stage(
             changes["grad_sync"] = GradSync.LAST
             if not settings.reshard_after_forward:
                 changes["reshard_after_forward"] = "no"
-    return candidate.with_job(own, replace(settings, **changes))
+    return replace(candidate, job=own, settings=replace(settings, **changes))

@@ -6,6 +6,8 @@ from functools import lru_cache
 COMMUNICATION = "communication"
 COPIES = "copies"
 COPY_KERNELS = "copy kernels"
+OPTIMIZER = "optimizer"
+ELEMENTWISE = "elementwise"
 OTHER = "other"
 
 _COPYING = (
@@ -21,7 +23,7 @@ GROUPS: dict[str, str] = {
     COMMUNICATION: r"nccl|rccl|msccl|c10d|gloo|all_?gather(?!_copy)|reduce_?scatter"
     r"|all_?reduce|all_?to_?all|cross_device_reduce|multimem|symm_mem|nvshmem|deep_?ep\b",
     "attention": r"flash|fmha|attention|attn|sdpa|aiter.*(?:mha|mla|paged)",
-    "optimizer": r"adam|multi_tensor_apply|foreach|lerp_|addcmul|addcdiv",
+    OPTIMIZER: r"adam|multi_tensor_apply|foreach|lerp_|addcmul|addcdiv",
     "convolutions": r"conv(?!er)|(?:wgrad|dgrad|fprop)_|implicit_gemm|_scudnn_|winograd|igemm_"
     r"(?:fwd|bwd|wrw)|nchwtonhwc|nhwctonchw|miopen",
     "matrix products": r"gemm|gemv|nvjet|cublas|xmma|\bcutlass_|cutlass::(?:device_)?kernel"
@@ -32,7 +34,7 @@ GROUPS: dict[str, str] = {
     COPY_KERNELS: _COPYING,
     "indexing": r"(?<!rotary_)embedding|index|gather|scatter|sort|topk|scan",
     "reductions": r"reduce",
-    "elementwise": r"elementwise|functor",
+    ELEMENTWISE: r"elementwise|functor",
 }
 _PATTERNS = {group: re.compile(words, re.IGNORECASE) for group, words in GROUPS.items()}
 
@@ -41,7 +43,14 @@ _MAX_NAME = 20_000  # characters; names of CUTLASS's kernels have thousands
 
 
 @lru_cache(maxsize=1 << 16)
-def group_of(name: str) -> str:
-    """Return the group of a kernel or an operator."""
+def group_of(name: str, in_optimizer: bool | None = None) -> str:
+    """Return the group of a kernel or an operator.
+
+    in_optimizer: whether it runs in the step of the optimizer, where the trace has marks of it.
+    All work there is the optimizer's; other foreach kernels clip or zero gradients.
+    """
     groups = (group for group, mark in _PATTERNS.items() if mark.search(name[:_MAX_NAME]))
-    return next(groups, OTHER)
+    group = next(groups, OTHER)
+    if in_optimizer and group != COMMUNICATION:
+        return OPTIMIZER
+    return ELEMENTWISE if group == OPTIMIZER and in_optimizer is False else group

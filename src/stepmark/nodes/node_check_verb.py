@@ -41,6 +41,7 @@ from stepmark.nodes.node_options import (
     MOST_FOR_ALL_PAIRS,
     TIMEOUT_S,
     DoctorOptions,
+    check_budget,
 )
 from stepmark.nodes.node_verdict import (
     TOO_FEW,
@@ -106,6 +107,7 @@ def run(options: DoctorOptions) -> int:
         raise ConfigError("expect", ",".join(options.expect), "only with --from")
     if options.pairs is not None:
         raise ConfigError("pairs", options.pairs, "only with --from")
+    check_budget(options.budget, options.timeout)
     require("torch")
     is_in_job = here is not None or outer_launcher.is_rank()
     if not outer_launcher.leave():

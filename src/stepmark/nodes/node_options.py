@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from stepmark.ground.errors import ConfigError
 from stepmark.ground.host_names import parse_hosts
 from stepmark.ground.option_groups import OUT, Files
 from stepmark.ground.options import Duration, Reader, Share, between, flag, group, words_of
@@ -51,3 +52,11 @@ class NodeChecks:
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(NodeChecks, Files):
     """stepmark doctor."""
+
+
+def check_budget(budget_s: float | None, timeout_s: float | None) -> None:
+    """Refuse a budget in which a device that works would count as stuck."""
+    limit_s = timeout_s or TIMEOUT_S
+    if budget_s and budget_s > limit_s:
+        allowed = f"at most --timeout ({limit_s:g}s), after which a device counts as stuck"
+        raise ConfigError("budget", f"{budget_s:g}s", allowed)

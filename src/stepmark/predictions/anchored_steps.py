@@ -4,10 +4,11 @@ They are rows of a table (CSV, TSV, Markdown), the training steps of a run, or t
 of a training log. The columns of a table are options of `stepmark predict`, so that a row is a
 prediction with these options changed, or columns of `stepmark plan`, and one of MEASURED: the
 time of an optimizer step (14.7s, 812ms, or seconds), tokens per second and GPU, MFU in percent
-as predictions have it, or a training log, whose path is relative to the file.
+as predictions have it, or a training log, whose path is relative to the file. A row with tp,
+pp or dp states its layout, whatever that of the command is.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +18,7 @@ from stepmark.cases.record import Measured
 from stepmark.cases.train_words import name_of
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, nearest
-from stepmark.ground.options import Option, build, options, plain
+from stepmark.ground.options import Option, between, build, options, plain
 from stepmark.ground.read_text import read_text
 from stepmark.ground.units import format_time, parse_duration
 from stepmark.predictions import anchor_fit, framework_job
@@ -26,7 +27,16 @@ from stepmark.predictions.factors import Anchored, AnchorRow, Part
 from stepmark.predictions.framework_job import FrameworkJob
 from stepmark.predictions.inputs import Inputs, no_host
 from stepmark.predictions.measured_step import figure_of_log
-from stepmark.predictions.plan_columns import DP, in_options, ranks_of, without_headings
+from stepmark.predictions.plan_columns import (
+    DP,
+    IGNORED,
+    LABEL,
+    axes_left_out,
+    in_options,
+    ranks_of,
+    replaced_by,
+    without_headings,
+)
 from stepmark.predictions.predict_inputs import inputs_of, of_training
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.predictions.simulation import SteadyStep
@@ -51,20 +61,26 @@ _NOT_OF_ROWS = (
     "notes",
 )
 _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_RATE = between(1e-6, 1e9)
 _NUDGE = 0.01  # of a factor, for the part of the critical path that is in proportion to it
 _ROUNDS = 2  # of predictions with factors, after which these are fitted anew
 
 StepOf = Callable[[Inputs], SteadyStep]
+Varied = Mapping[str, Set[str]]  # columns that state an option, by its name
 AnyOptions = PredictOptions | FrameworkJob
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A measured step, and the inputs of its prediction."""
+    """A measured step, and the inputs of its prediction.
+
+    left_out: axes that are 1 because the row has no cell of theirs.
+    """
 
     name: str
     inputs: Inputs
     measured_s: float
+    left_out: tuple[str, ...] = ()
 
 
 def fit_anchors(measured: Sequence[Anchor], step_of: StepOf, source: str = "") -> Anchored:
@@ -92,6 +108,7 @@ def fit_anchors(measured: Sequence[Anchor], step_of: StepOf, source: str = "") -
             )
             for anchor, (step, left_out_s) in zip(measured, times_s, strict=True)
         ),
+        left_out=tuple(dict.fromkeys(axis for each in measured for axis in each.left_out)),
     )
 
 
@@ -115,28 +132,30 @@ def _anchor_step(anchor: Anchor, step_of: StepOf) -> AnchorStep:
     return step.scaled({}, predicted.step_s)
 
 
-def read_anchors(options: AnyOptions) -> list[Anchor]:
-    """Return the anchors that the options name. Raises ConfigError."""
+def read_anchors(options: AnyOptions, varied: Varied) -> list[Anchor]:
+    """Return the anchors that the options name. Raises ConfigError.
+
+    varied: of which the command has no single value, so that each row of a table needs a cell.
+    """
     assert options.anchor
     path = Path(options.anchor)
-    measured = [*(_of_file(options, path) if path.is_file() else _of_run(options))]
+    is_file = path.is_file()
+    measured = [*(_of_file(options, path, varied) if is_file else _of_run(options))]
     if not 1 <= len(measured) <= MOST_ANCHORS:
         allowed = f"1 to {MOST_ANCHORS} measured steps, not {len(measured)}"
         raise ConfigError("anchor", options.anchor, allowed)
     return measured
 
 
-def check_columns(anchor: str, varied: Iterable[Option]) -> None:
-    """Raise ConfigError for a file that leaves a varied option to the command."""
-    path = Path(anchor)
-    if not path.is_file():
-        return
-    _, heading = next(read_rows(read_text(path)), (0, []))
-    columns = {*without_headings(dict.fromkeys(map(_name, heading), ""))}
-    for option in varied:
-        if not columns & {_name(word) for word in (option.name, *option.words)}:
-            allowed = f"a file with a column {option.name}, since that is a list here"
-            raise ConfigError("anchor", anchor, allowed)
+def columns_of(varied: Iterable[Option]) -> Varied:
+    """Return the columns that give a row the value of an option, by its name."""
+    return {
+        option.name: {
+            *(_name(word) for word in (option.name, *option.words)),
+            *((DP,) if option.name in ("nproc", "world_size") else ()),
+        }
+        for option in varied
+    }
 
 
 def _of_run(options: AnyOptions) -> Iterator[Anchor]:
@@ -165,7 +184,7 @@ def _of_run(options: AnyOptions) -> Iterator[Anchor]:
         )
 
 
-def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
+def _of_file(options: AnyOptions, path: Path, varied: Varied) -> Iterator[Anchor]:
     """Yield the step of a training log, or the rows of a table.
 
     Raises ConfigError with the line of a row.
@@ -176,6 +195,9 @@ def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
     for name in _NOT_OF_ROWS:
         given.pop(name, None)
     if has_steps(path):
+        if varied:
+            allowed = f"a table, since a log does not state {', '.join(varied)}"
+            raise ConfigError("anchor", path, allowed)
         inputs = _inputs(given, {})
         measured_s = _log_s(inputs, path, "anchor")
         _check_peak(inputs, measured_s, "anchor")
@@ -191,17 +213,23 @@ def _of_file(options: AnyOptions, path: Path) -> Iterator[Anchor]:
                 raise ConfigError("its cells", len(row), f"as many as columns: {len(names)}")
             named = zip(names, row, strict=True)
             cells = without_headings({name: text for name, text in named if text})
+            if LABEL in cells:
+                line = f"{line} ({cells[LABEL]})"
+            for name, columns in varied.items():
+                if not columns & cells.keys():
+                    allowed = f"a column {name}, since the command has no single value of it"
+                    raise ConfigError(name, None, allowed)
             inputs = _inputs(given, cells)
             measured_s = _measured_s(inputs, cells, path.parent)
             _check_peak(inputs, measured_s, next(name for name in MEASURED if name in cells))
-            yield Anchor(name=line, inputs=inputs, measured_s=measured_s)
+            yield Anchor(line, inputs, measured_s, left_out=axes_left_out(cells))
         except ConfigError as error:
             field = f"{path.name}: {line}: {error.field}"
             raise ConfigError(field, error.value, error.allowed) from None
 
 
 def _name(column: str) -> str:
-    return column.strip().lstrip("-").replace("-", "_")
+    return column.strip().lstrip("-").replace("-", "_").lower()
 
 
 def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> Inputs:
@@ -211,9 +239,12 @@ def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> Inputs:
     if framework:
         cls = framework_job.options_class(find_rule(framework))
     by_column = _options_of(cls)
-    changed = dict(given)
+    replaced = replaced_by(cells)
+    changed = {name: value for name, value in given.items() if name not in replaced}
+    left_out = [by_column[axis] for axis in axes_left_out(cells) if axis in by_column]
+    changed |= {option.name: "1" for option in left_out}
     for column, text in in_options(cells, by_column).items():
-        if column in MEASURED or column == DP:
+        if column in MEASURED or column in IGNORED:
             continue
         if column not in by_column:
             near = nearest(column, [*MEASURED, *by_column])
@@ -236,12 +267,16 @@ def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> Inputs:
 
 
 def _ranks(cells: Mapping[str, str], row: AnyOptions) -> dict[str, Any]:
-    """Return the option of the ranks that a row's column dp gives. Raises ConfigError."""
+    """Return the option of the ranks that a row's column dp gives.
+
+    Raises ConfigError for other ranks than those of the row, or of the command.
+    """
     count = ranks_of(cells[DP], row)
-    for name in ("nproc", "world_size", "g"):
-        if name in cells and cells[name] != str(count):
-            raise ConfigError(DP, cells[DP], f"{name} ({cells[name]}) / (tp x pp x cp)")
-    return {"nproc": str(count), **({"world_size": None} if hasattr(row, "world_size") else {})}
+    ranks = getattr(row, "world_size", None) or row.nproc
+    if ranks and str(ranks) != str(count):
+        allowed = f"nproc ({ranks}) / (tp x pp x cp), which here is {count} ranks; a column "
+        raise ConfigError(DP, cells[DP], f"{allowed}nproc or cp may be missing")
+    return {"nproc": str(count)}
 
 
 def _options_of(cls: type[AnyOptions]) -> dict[str, Option]:
@@ -280,7 +315,8 @@ def _measured_s(inputs: Inputs, cells: Mapping[str, str], folder: Path) -> float
         return parse_duration(cells[name], name)
     if name == "log":
         return _log_s(inputs, folder / cells[name], name)
-    value = _positive(name, cells[name].removesuffix("%") if name == "mfu" else cells[name])
+    text = cells[name].removesuffix("%") if name == "mfu" else cells[name]
+    value: float = _RATE.read(text, name)
     if inputs.tokens is None:
         raise ConfigError(name, cells[name], "step: the tokens of this step are not known")
     tokens = inputs.tokens / inputs.num_ranks
@@ -306,13 +342,3 @@ def _check_peak(inputs: Inputs, measured_s: float, field: str) -> None:
     if measured_s < least_s:
         allowed = f"at least {format_time(least_s)}, the model's FLOPs at the device's peak"
         raise ConfigError(field, format_time(measured_s), allowed)
-
-
-def _positive(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(name, text, "a number above 0")
-    return value

@@ -43,7 +43,7 @@ from stepmark.tables.launches import OpLaunches, pooled
 from stepmark.timeline.ledger import Idle, Work
 from stepmark.timeline.step_cost import Costs, OpCost, PowerModel
 from stepmark.timeline.trace_columns import RankInfo, RankTrace
-from stepmark.traces.kineto.arrivals import RankParts, matched, rank_parts
+from stepmark.traces.kineto.arrivals import RankParts, rank_parts
 from stepmark.traces.kineto.kernels import measured_ops
 from stepmark.traces.trace_files import map_traces, recorded_traces
 from stepmark.traces.trace_options import KernelsOptions
@@ -214,7 +214,8 @@ def _shallow(
     workload = of_case(record.train)
     files = recorded_traces(path, record.training)
     tables, by_rank = _read(files, workload)
-    rank = slowest_rank(by_rank, workload)
+    half = len(next(iter(tables.values())).steps) // 2 if "-paused" in files[0] else 0
+    rank = slowest_rank(tables, workload, half or None)
     table = tables[rank]
     if not table.ops:
         raise ConfigError("trace", files[0], "a trace with operations of a step")
@@ -227,7 +228,6 @@ def _shallow(
     if not table.is_host and kernels_s > _MOST_BUSY * step_s:
         text = f"{format_time(kernels_s)} of kernels in a step of {format_time(step_s)}"
         raise ConfigError("trace", files[0], f"one of this step, not with {text}")
-    half = len(table.steps) // 2 if "-paused" in files[0] else 0
     if table.is_host:
         tables[rank], gap_s = _unprofiled(table, record)
     else:
@@ -299,14 +299,23 @@ def _slowed(shallow: _Shallow, comm: CommCosts, notes: list[str]) -> _Shallow:
     return replace(shallow, costs=slowed, gap_s=factor * shallow.gap_s)
 
 
-def slowest_rank(by_rank: Mapping[int, tuple[RankInfo, RankParts]], workload: Workload) -> int:
-    """Return the rank of the first stage that waits least for others, as slow ones do."""
-    waits = {
-        rank: sum(end - start for start, end, _ in own.waiting)
-        for rank, own in matched(by_rank, lambda _number: True).ranks.items()
-        if not workload.stage_of(rank) and own.timed
+def slowest_rank(
+    tables: Mapping[int, OpTable], workload: Workload, num_steps: int | None = None
+) -> int:
+    """Return the rank of the first stage whose GPU computes longest in its first num_steps.
+
+    Others wait for it. Who waits least is no such sign: waiting has the host's pace as well.
+    """
+    compute_ns = {
+        rank: sum(
+            op.time_ns
+            for op in own.ops
+            if op.key.kind == COMPUTE and not op.comm and op.step in own.steps[:num_steps]
+        )
+        for rank, own in tables.items()
+        if not workload.stage_of(rank)
     }
-    return min(waits, key=waits.__getitem__, default=min(by_rank))
+    return max(compute_ns, key=compute_ns.__getitem__, default=min(tables))
 
 
 def _comm_copies(table: OpTable, workload: Workload) -> dict[str, float]:

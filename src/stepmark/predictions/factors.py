@@ -60,12 +60,16 @@ class AnchorRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchored:
-    """Factors that were fitted to measured steps. model: how many there are, in words."""
+    """Factors that were fitted to measured steps. model: how many there are, in words.
+
+    left_out: axes that are 1 in rows without a cell of theirs.
+    """
 
     source: str
     model: str
     factors: Factors
     rows: tuple[AnchorRow, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def error(self) -> float:
@@ -112,6 +116,11 @@ class Anchored:
             notes.append(
                 f"factors above {_LARGE_FACTOR:g} or below {1 / _LARGE_FACTOR:g}: "
                 f"{', '.join(large)}; check that the anchors are the steps that their rows say"
+            )
+        if self.left_out:
+            values = ", ".join(f"{axis} 1" for axis in self.left_out)
+            notes.insert(
+                0, f"steps whose rows do not state {', '.join(self.left_out)} have {values}"
             )
         return notes
 

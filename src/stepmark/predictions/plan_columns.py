@@ -1,5 +1,6 @@
 """Columns of `stepmark plan` as options of a prediction: its flags and its printed headings."""
 
+import re
 from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
@@ -7,20 +8,67 @@ from typing import Any
 from stepmark.ground.errors import ConfigError
 
 DP = "dp"
+LABEL = "label"
+IGNORED = (DP, LABEL, "gib", "win %", "win%", "days", "cost")  # in rows of plan, no option
 _HEADINGS = {
     "rules": "framework",
     "gpus": "nproc",
-    "GPUs": "nproc",
     "ckpt": "recompute",
-    "tok/s/GPU": "tokens_per_s_gpu",
-    "MFU": "mfu",
+    "tok/s/gpu": "tokens_per_s_gpu",
+    "tokens/s/gpu": "tokens_per_s_gpu",
+    "mfu %": "mfu",
+    "mfu%": "mfu",
+    "mfu_pct": "mfu",
+    "time": "step",
+    "step_s": "step",
+    "step time": "step",
+    "step_time": "step",
+    "iteration time": "step",
+    "layout": LABEL,
+    "name": LABEL,
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "micro_batch_size": "mbs",
 }
-_AXES = ("tp", "pp", "cp")  # beside the data ranks
+_UNIT = re.compile(r"(step|time|step time|step_time|iteration time) ?[(\[](\w+)[)\]]")
+_UNITS = {"sec": "s", "seconds": "s", "msec": "ms"}
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
+_AXES = ("tp", "pp", "cp")  # with the data ranks these are all ranks
+# Axes that plan's tables leave out where they are 1 in all rows.
+_RARE = ("vpp", "cp", "ep")
+_OF_A_LAYOUT = ("pp_schedule", "pp_stages", "dp_replicate")
+_OF_RECOMPUTE = (
+    *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    *("recompute_some", "recompute_every", "ac"),
+)
 
 
 def without_headings(cells: Mapping[str, str]) -> dict[str, str]:
-    """Return cells with plan's headings as names of options."""
-    return {_HEADINGS.get(column, column): text for column, text in cells.items()}
+    """Return cells with headings as names of options, and units of headings in the cells."""
+    own: dict[str, str] = {}
+    for column, text in cells.items():
+        value = text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
+        unit = _UNIT.fullmatch(column)
+        if unit and value[-1:].isdecimal():
+            value += _UNITS.get(unit[2], unit[2])
+        own["step" if unit else _HEADINGS.get(column, column)] = value
+    return own
+
+
+def axes_left_out(cells: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the axes that are 1 in a row that has a layout, but no cell of theirs."""
+    own = cells.keys() | ({"vpp"} if "pp_stages" in cells else set())
+    has_layout = {"tp", "pp", DP} & own
+    return tuple(axis for axis in _RARE if axis not in own) if has_layout else ()
+
+
+def replaced_by(cells: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the options of a command that do not hold for a row."""
+    of_layout = _OF_A_LAYOUT if {"tp", "pp", DP} & cells.keys() else ()
+    return (*of_layout, *(_OF_RECOMPUTE if "recompute" in cells else ()))
 
 
 def in_options(cells: Mapping[str, str], names: Collection[str]) -> dict[str, str]:

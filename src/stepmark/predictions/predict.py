@@ -1,7 +1,7 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import cache, partial
 
@@ -186,8 +186,11 @@ def _step_s(inputs: Inputs, name: str, factor: float) -> float:
     return predict(replace(inputs, host_s=host_s)).step_s
 
 
-def anchored_by(options: Job) -> Anchored:
-    """Return the factors by the anchors that the options name. Raises ConfigError."""
+def anchored_by(options: Job, varied: Mapping[str, Set[str]] | None = None) -> Anchored:
+    """Return the factors by the anchors that the options name. Raises ConfigError.
+
+    varied: options that each row of a table must state, with the columns that do.
+    """
     from stepmark.predictions.anchored_steps import (  # noqa: PLC0415 - numpy
         fit_anchors,
         read_anchors,
@@ -196,7 +199,7 @@ def anchored_by(options: Job) -> Anchored:
     with Waiting("reading anchors"):
         steps = [
             replace(anchor, inputs=with_host_of_step(anchor.inputs))
-            for anchor in read_anchors(options)
+            for anchor in read_anchors(options, varied or {})
         ]
     with Waiting(f"fitting factors to {len(steps)} measured steps"):
         return fit_anchors(steps, lambda own: predict(own).step, options.anchor or "")

@@ -16,7 +16,7 @@ from stepmark.measuring.delivery import write_files
 from stepmark.model.device import find_device_by_alias, unknown_device
 from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.model.systems import find_system
-from stepmark.predictions.anchored_steps import check_columns
+from stepmark.predictions.anchored_steps import columns_of
 from stepmark.predictions.framework_job import generated
 from stepmark.predictions.note import MOST_NOTES, Topic, note_lines, noted, topic_of
 from stepmark.predictions.predict import Job, anchored_by, of_job
@@ -105,7 +105,7 @@ def _axis_column(axis: Axis, rows: Sequence[Row]) -> Column[Row]:
     return given(name, COUNT if is_number else TEXT, axis.title)
 
 
-def _step(row: Row) -> str:
+def step_text(row: Row) -> str:
     return f"{'>= ' if row['is_lower_bound'] else ''}{format_time(row['step_s'])}"
 
 
@@ -119,25 +119,25 @@ def _millijoules(row: Row) -> str:
     return f"{1e3 * energy_j:.1f}" if energy_j else ""
 
 
-def _whole(name: str) -> Callable[[Row], str]:
+def whole(name: str) -> Callable[[Row], str]:
     """Return what shows a value as a whole number."""
     return lambda row: "" if row[name] is None else f"{row[name]:,.0f}"
 
 
-def _gibibytes(row: Row) -> str:
+def gibibytes(row: Row) -> str:
     return f"{_bytes(row) / GIB:.1f}" if _bytes(row) else ""
 
 
 _COLUMNS = (
-    given("step_s", NUMBER, "step", _step),
-    given("tokens_per_s_gpu", NUMBER, "tokens/s/GPU", _whole("tokens_per_s_gpu")),
+    given("step_s", NUMBER, "step", step_text),
+    given("tokens_per_s_gpu", NUMBER, "tokens/s/GPU", whole("tokens_per_s_gpu")),
     given("mfu_pct", PERCENT, "MFU %"),
-    given("reserved_bytes", NUMBER, "GiB", _gibibytes),
+    given("reserved_bytes", NUMBER, "GiB", gibibytes),
     given("verdict", heading="memory"),
     given("bound"),
     given("energy_per_token_j", NUMBER, "mJ/token", _millijoules),
     given("days", PERCENT),
-    given("cost", NUMBER, words=_whole("cost")),
+    given("cost", NUMBER, words=whole("cost")),
 )
 
 
@@ -170,8 +170,8 @@ def predict_grid(
     make = lru_cache(maxsize=1)(generated)  # devices of one job come one after the other
     anchored = None
     if grid.options.anchor:
-        check_columns(grid.options.anchor, [axis.option for axis in grid.axes])
-        anchored = anchored_by(grid.options)
+        varied = columns_of(axis.option for axis in grid.axes)
+        anchored = anchored_by(grid.options, varied)
     with Waiting(f"predicting {len(grid)} combinations"):
         for place, job in grid.points():
             try:
@@ -278,7 +278,7 @@ def _answer(grid: PredictionGrid) -> str:
         return f"{least['name']}: {text}"
     fits = {"fits": " that fits", "close": " that may fit (its memory is close)"}
     rank = "cheapest" if grid.is_by_cost else "fastest per GPU"
-    figures = [f"step {_step(best)}"]
+    figures = [f"step {step_text(best)}"]
     if best["tokens_per_s_gpu"]:
         figures += [f"{best['tokens_per_s_gpu']:,.0f} tokens/s/GPU"]
     if best["mfu_pct"] is not None:

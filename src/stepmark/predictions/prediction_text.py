@@ -91,7 +91,7 @@ def answer(prediction: Prediction, document: Mapping[str, Any]) -> str:
             words += [f"may not fit ({sizes}; {format_bytes(memory['device_bytes'])} in all)"]
         else:
             words += [fit_text(memory["verdict"], num_bytes, memory["device_bytes"], kind)]
-    return ", ".join([*words, _limit(document)])
+    return ", ".join([*words, limit_text(document)])
 
 
 def _cache_bytes(memory: Mapping[str, Any]) -> int:
@@ -255,7 +255,7 @@ def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "MFU", f"{most}{document['mfu_pct']:.1f} % (causal)"
     if document["hfu_pct"] is not None and document["hfu_pct"] != document["mfu_pct"]:
         yield "HFU", f"{most}{document['hfu_pct']:.1f} %"
-    yield "limit", _limit(document)
+    yield "limit", limit_text(document)
     if document["comm_s"]:
         exposed = document["exposed_comm_s"]
         comm = document["comm_s"]
@@ -282,7 +282,7 @@ def limit(document: Mapping[str, Any]) -> str:
     return next(iter(document["shares_pct"]), "computation")
 
 
-def _limit(document: Mapping[str, Any]) -> str:
+def limit_text(document: Mapping[str, Any]) -> str:
     """Return what the step waits for, with shares; the host comes first where it is late."""
     shares: dict[str, float] = {**document["shares_pct"]}
     first = limit(document)

@@ -238,7 +238,8 @@ class StepMemory:
                 kept.append([])
             elif unit.is_checkpointed:
                 if self._formats.casts and not self._formats.is_compiled:
-                    self._cast(unit.all_weights)
+                    # Experts' copies are no part of autocast's cache.
+                    self._cast(x for x in unit.all_weights if not x.param.is_expert)
                 sizes = self._checkpoint_sizes(unit)
                 kept.append(
                     [[self.heap.allocate(size * self._tokens, "activations")] for size in sizes]

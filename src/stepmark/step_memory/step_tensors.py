@@ -204,6 +204,8 @@ class UnitBuilder:
             is_gated = case.model.is_gated
             transposed = ("mlp.down", "mlp.up") if is_gated else ("mlp.down",)
             copy_itemsize = int(not is_gathered_fp8 or param.part in transposed)
+        elif is_fp8 and case.fp8 is Fp8.TENSORWISE:
+            copy_itemsize = 0  # torchao 0.17 keeps the weight, which each pass casts anew
         return Weight(
             param=param,
             numel=numel,

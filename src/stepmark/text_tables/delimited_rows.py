@@ -1,4 +1,4 @@
-"""Read rows of cells: CSV, its variants by tab, semicolon and |, and tables of Markdown."""
+"""Read rows of cells: CSV, its variants, tables of Markdown, and columns between spaces."""
 
 import csv
 import re
@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from stepmark.ground.read_text import lines_of
 
 _DELIMITERS = ",\t;|"
-_RULE = re.compile(r"\s*:?-+:?\s*")  # a cell of the line below a heading in Markdown
+_RULE = re.compile(r"\s*:?-+:?\s*")  # a cell of the line below a heading
 _MARKDOWN = " *`"  # around the text of a cell
+_BEFORE_UNIT = re.compile(r" +(?=[(\[%]|(?:s|ms|us|min|h)(?:\s|$))")  # inside a cell
 
 
 def read_rows(text: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the last line, from 1, and the cells of each row, the heading first.
 
-    The delimiter is the one that the heading has most often.
+    The delimiter is the one that the heading has most often; without any, it is space.
     """
     lines = lines_of(text)
     heading = next((line for line in lines if line.strip()), "")
@@ -22,10 +23,12 @@ def read_rows(text: str) -> Iterator[tuple[int, list[str]]]:
     is_markdown = delimiter == "|"
     if is_markdown:
         lines = [line.strip().removeprefix("|").removesuffix("|") for line in lines]
+    if delimiter not in heading:
+        lines = ["\t".join(_BEFORE_UNIT.sub("", line).split()) for line in lines]
+        delimiter = "\t"
     reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
     for cells in reader:
-        is_rule = is_markdown and all(map(_RULE.fullmatch, cells))
-        if is_rule or not any(map(str.strip, cells)):
+        if all(map(_RULE.fullmatch, cells)) or not any(map(str.strip, cells)):
             continue
         chars = _MARKDOWN if is_markdown else None
         yield reader.line_num, [cell.strip(chars) for cell in cells]

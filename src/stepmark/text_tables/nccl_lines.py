@@ -191,11 +191,13 @@ def gpus_of(line: str) -> list[tuple[str, str, str]]:
 def hosts_and_device(gpus: Sequence[tuple[str, str, str]]) -> tuple[int | None, str]:
     """Return (hosts, name of the GPUs); None and "" where the lines do not tell.
 
-    A GPU that occurs twice is one of two hosts with the same name, as containers have.
+    A GPU that occurs twice is one of two hosts with the same name, as containers have. A CPU,
+    for which our own output has the address 0000:00:00, may occur once for each rank.
     """
     hosts = {host for host, _, _ in gpus}
     names = {name for _, _, name in gpus}
-    is_known = gpus and len({(host, bus) for host, bus, _ in gpus}) == len(gpus)
+    uses = Counter((host, bus) for host, bus, _ in gpus if bus != "0000:00:00")
+    is_known = gpus and max(uses.values(), default=1) == 1
     return (len(hosts) if is_known else None), (names.pop() if len(names) == 1 else "")
 
 

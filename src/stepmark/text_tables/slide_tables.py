@@ -62,6 +62,8 @@ _BANDWIDTHS = {
 }
 _THROUGHPUT = re.compile(r"\b(image|img|sample|token|tok)s?(?:/| per )s", re.I)
 _THINGS = {"img": "image", "tok": "token"}
+# Steps of one launch: repeats of one figure.
+_STEP_HEADING = re.compile(r"(?:global[ _])?(?:step|iter(?:ation)?)s?", re.I)
 # Bandwidths in other units than GB/s: bits, binary units, other prefixes.
 _OTHER_BANDWIDTH = re.compile(r"\b(?:[KkMT]i?B|GiB|[KkMGT]i?b(?:its?)?)(?:/s|ps\b| per s)")
 
@@ -256,6 +258,7 @@ def _readings(
     half = min(
         rounding_error(cell) for _, cells in grid.rows for cell in cells[1:] if is_number(cell)
     )
+    is_by_step = _STEP_HEADING.fullmatch(grid.head[0])
     for index, (line, cells) in enumerate(grid.rows):
         columns = zip(grid.head[1:], units, seconds, cells[1:], strict=True)
         for column, unit, time_unit, cell in columns:
@@ -266,7 +269,7 @@ def _readings(
             rate = value * scale if value > 0 and not time_unit else None
             yield Reading(
                 line=line,
-                label="" if sizes else cells[0],
+                label="" if sizes else "step" if is_by_step else cells[0],
                 column=column,
                 size_bytes=sizes[index] if sizes else None,
                 time_s=value * time_unit if value > 0 and time_unit else None,

@@ -12,7 +12,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.read_text import read_head
 from stepmark.ground.units import ranks_text
-from stepmark.model.kernel_groups import COMMUNICATION, COPIES, group_of
+from stepmark.model.kernel_groups import COMMUNICATION, COPIES
 from stepmark.tables.columns import Row
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table, run_table
 from stepmark.timeline.bars import MOST_BARS, MOST_LANES, Bars, bars
@@ -23,7 +23,8 @@ from stepmark.traces import trace_breakdown as report
 from stepmark.traces import trace_page
 from stepmark.traces.kineto.arrivals import RankParts, matched, rank_parts, with_arrivals
 from stepmark.traces.kineto.export import busy_steps
-from stepmark.traces.kineto.links import steps
+from stepmark.traces.kineto.host_ops import WorkGroups
+from stepmark.traces.kineto.links import launches, steps
 from stepmark.traces.kineto.matching import Messages
 from stepmark.traces.kineto.windows import is_communication
 from stepmark.traces.trace_files import damage_notes, deliver, map_traces, without_pauses
@@ -177,11 +178,12 @@ def _spans(trace: RankTrace, start: int, end: int) -> Iterator[Span]:
     """Yield the GPU events of a window."""
     gpu = trace.gpu
     communicates = is_communication(trace)
-    groups = [group_of(name) for name in trace.names]
+    groups = WorkGroups(trace)
+    group = groups.of_kernels(np.arange(gpu.start.size), launches(trace))
     streams = [f"GPU {device} stream {stream}" for device, stream in trace.streams]
     for place in np.flatnonzero((gpu.end > start) & (gpu.start < end)).tolist():
         name = int(gpu.name[place])
-        kind = groups[gpu.name[place]]
+        kind = groups.names[group[place]]
         if communicates[place]:
             kind = COMMUNICATION
         elif gpu.kind[place] != GpuKind.KERNEL:

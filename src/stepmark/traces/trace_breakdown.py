@@ -102,8 +102,8 @@ _TABLES = {"communication": "comms", **{n: n for n in ("kernels", "launches", "c
 # What may make a rank late, and how that reads before its time.
 _CAUSES = {
     "host_bound_ns": "whose host is late: host-bound for",
-    "compute_ns": "which computes longer:",
     "idle_ns": "which is idle longer:",
+    "compute_ns": "which computes longer:",
 }
 _SUMMANDS = ("compute_ns", "exposed_comm_ns", "exposed_copies_ns", "idle_ns")
 PARTS = {
@@ -190,11 +190,12 @@ def summary(ranks: Ranks) -> list[str]:
 
 def _report(tabled: dict[str, list[Row]], clock: str, details: bool) -> Iterator[str]:
     steps = tabled["steps"]
-    yield from [_headline(steps, tabled["arrivals"]), ""]
+    yield _headline(steps, tabled["arrivals"])
+    yield from [*_gain_lines(steps, tabled["arrivals"]), ""]
     yield from _summary(steps)
     yield ""
     yield from _step_lines(steps, tabled["arrivals"], details)
-    yield from _arrival_lines(tabled["arrivals"])
+    yield from _arrival_lines(steps, tabled["arrivals"])
     kernels = "Kernels and copies" if clock == "gpu" else "Operators"
     if rows := tabled["communication"]:
         yield from ["", "Communication: ms of a step in which any call of a line runs, mean"]
@@ -244,7 +245,7 @@ def _waiting(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
     if waiting <= _NOTABLE * took or not _sum(arrivals, "caused_ns"):
         return ""
     caused = {row["rank"]: _ns(row, "caused_ns") for row in arrivals}
-    slowest = slow_rank({row["rank"]: _ns(row, "num_last") for row in arrivals})
+    slowest = _slow_rank(arrivals)
     text = f"{MS.show(waiting)} of {MS.show(comm)} ms is waiting"
     if slowest is None:
         return f" ({text}; slow rank: none)"
@@ -255,6 +256,31 @@ def _waiting(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
         if own - others > waiting / 2:
             return f" ({text}, {cause} {MS.show(own)} ms, others {MS.show(others)} ms)"
     return f" ({text})"
+
+
+def _slow_rank(arrivals: Sequence[Row]) -> object:
+    """Return the rank that arrives last in most calls, or None."""
+    return slow_rank({row["rank"]: _ns(row, "num_last") for row in arrivals})
+
+
+def _gain_lines(steps: Sequence[Row], arrivals: Sequence[Row]) -> Iterator[str]:
+    """Yield what the step gains at most if the slow rank arrives with the others.
+
+    All ranks end a step together, so that it gains what the rank gains that waits the least.
+    """
+    slowest = _slow_rank(arrivals)
+    ranks = {row["rank"] for row in steps}
+    others = {row["rank"] for row in arrivals} - {slowest}
+    if slowest is None or len(others) + 1 < len(ranks):
+        return
+    waiting, rank = min((_mean(steps, "exposed_waiting_ns", {rank}), rank) for rank in others)
+    took = _mean(steps, "window_ns", ranks)
+    if waiting > _NOTABLE * took:
+        yield (
+            f"if rank {slowest} arrived with the others, the step would be at most "
+            f"{MS.show(waiting)} ms ({_share(waiting, took)}) shorter (exposed waiting of rank "
+            f"{rank}, the least of the others)"
+        )
 
 
 def _mean(steps: Sequence[Row], name: str, ranks: set[object]) -> float:
@@ -302,7 +328,7 @@ def _step_lines(steps: Sequence[Row], arrivals: Sequence[Row], details: bool) ->
     yield from Table(shown, columns).text(columns)
 
 
-def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
+def _arrival_lines(steps: Sequence[Row], rows: Sequence[Row]) -> Iterator[str]:
     """Yield which ranks the others wait for, the most first."""
     if len(rows) < 2:
         return
@@ -315,6 +341,7 @@ def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
                 "rank": row["rank"],
                 "arrived_last": row["num_last"],
                 "waiting_s": _ns(row, "waiting_ns") / _ns(row, "steps") * 1e-9,
+                "exposed_waiting_s": _mean(steps, "exposed_waiting_ns", {row["rank"]}) * 1e-9,
             }
             for row in rows
         ]
@@ -324,11 +351,11 @@ def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
     yield f"Calls matched over ranks{most}; means in ms of a step, early: of a call:"
     shown: list[Row] = []
     for row in order[:_MOST_ROWS]:
-        steps = _ns(row, "steps")
+        num_steps = _ns(row, "steps")
         early_ns = _ns(row, "early_ns") / _ns(row, "num_calls")
         means = {
-            "waits_ns": _ns(row, "waiting_ns") / steps,
-            "waited_for_ns": _ns(row, "caused_ns") / steps / num_others,
+            "waits_ns": _ns(row, "waiting_ns") / num_steps,
+            "waited_for_ns": _ns(row, "caused_ns") / num_steps / num_others,
             "early": "n/a" if row["early_ns"] is None else MS.show(early_ns),
         }
         shown.append(row | means)

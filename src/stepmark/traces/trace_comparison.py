@@ -1,10 +1,14 @@
-"""Two traces side by side: time per step of each operation, and the difference."""
+"""Traces of two sides: time per step of each operation, and the difference.
+
+A side has a trace, or a folder of them, for each launch. The launch is the unit of verdicts:
+the steps of one share placement, clocks and neighbours, by which launches differ.
+"""
 
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from stepmark.ground.launches import Row as Judged
@@ -21,24 +25,25 @@ from stepmark.traces.trace_kernels_text import (
     Ranks,
     Sum,
     label_columns,
+    num_steps,
     number,
     whole_of,
 )
 
-_MS = 1e6  # nanoseconds
 # Tiles, with the order in which they are walked, and other numbers. Not those in the names of
 # types (bf16) and of lambdas (#2), which are other functions.
 _SIZES = re.compile(
     r"(?<=_)\d+x\d+(?:x\d+)*(?:_\d+x\d+)*(?:_[hv](?=_))?|(?<![A-Za-z0-9.#])\d+(?![\w.])"
 )
-_LEAST_OF_STATES = 4  # steps a side: of fewer, one in each state is no state
 _FIELDS = ("a_ns", "b_ns", "difference_ns")
 Sums = dict[Label, Sum]
-# Sums of both sides, and the number of ranks by step.
+Launches = Sequence[Ranks]
+_ONE_LAUNCH = "one launch"
+# Sums of both sides, of which by_step_ns is by launch; and the steps of all ranks by launch.
 Pair = tuple[tuple[Sum, Sum], tuple[Counter[int], Counter[int]]]
 
 
-def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
+def rows(a: Launches, b: Launches, by: str) -> list[Row]:
     """Return a row for each label, the largest difference first, in nanoseconds per step.
 
     time_ratio is B's time over A's. Two kernels, of one side each, are joined where their
@@ -58,36 +63,33 @@ def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
     return sorted(table, key=lambda row: -abs(number(row, "difference_ns")))
 
 
-def step_rows(a: trace_breakdown.Ranks, b: trace_breakdown.Ranks) -> list[Row]:
+def step_rows(
+    a: Sequence[trace_breakdown.Ranks], b: Sequence[trace_breakdown.Ranks]
+) -> list[Row]:
     """Return a row for each part of a step, as in a breakdown, in nanoseconds per step."""
-    sides = [trace_breakdown.tables(times)["steps"] for times in (a, b)]
-    steps = [[int(str(row["step"] or 0)) for row in rows] for rows in sides]
+    sides = [[trace_breakdown.tables(times)["steps"] for times in side] for side in (a, b)]
+    counts = [Counter(dict(enumerate(map(len, launches)))) for launches in sides]
     pairs: dict[str, tuple[Sum, Sum]] = {}
     for title, column in trace_breakdown.PARTS.items():
-        if any(row[column] is None for rows in sides for row in rows):
+        if any(row[column] is None for side in sides for rows in side for row in rows):
             continue
         sums = (Sum(kernels=1), Sum(kernels=1))
-        for own, rows, numbers in zip(sums, sides, steps, strict=True):
-            for step, row in zip(numbers, rows, strict=True):
-                own.by_step_ns[step] += int(number(row, column))
+        for own, launches in zip(sums, sides, strict=True):
+            for launch, rows in enumerate(launches):
+                own.by_step_ns[launch] = sum(int(number(row, column)) for row in rows)
             own.time_ns = own.by_step_ns.total()
         if sums[0].time_ns or sums[1].time_ns:
             pairs[title] = sums
-    counts = (Counter(steps[0]), Counter(steps[1]))
-    rows = _compared([(pair, counts) for pair in pairs.values()])
+    rows = _compared([(pair, (counts[0], counts[1])) for pair in pairs.values()])
     return [{"part": title} | row for title, row in zip(pairs, rows, strict=True)]
 
 
 def _compared(pairs: Sequence[Pair]) -> list[Row]:
     """Return the figures of rows, whose verdicts are those of one table."""
     samples = [_samples(pair) for pair in pairs]
-    judged = iter(
-        judge(
-            [Judged(kind="", base=own[0], other=own[1], by_step=True) for own in samples if own]
-        )
-    )
+    judged = iter(judge([Judged(kind="", base=own[0], other=own[1]) for own in samples if own]))
     return [
-        _figures(pair) | (_verdict(next(judged), own) if own else _unjudged(pair))
+        _figures(pair) | (_verdict(next(judged)) if own else _unjudged(pair))
         for pair, own in zip(pairs, samples, strict=True)
     ]
 
@@ -107,11 +109,13 @@ def _figures(pair: Pair) -> Row:
     }
 
 
-def _sums(ranks: Ranks) -> Sums:
+def _sums(launches: Launches) -> Sums:
     sums: Sums = {}
-    for _, own in ranks:
-        for label, each in own.sums.items():
-            sums.setdefault(label, Sum()).add(each)
+    for launch, ranks in enumerate(launches):
+        for _, own in ranks:
+            for label, each in own.sums.items():
+                by_launch = Counter({launch: each.time_ns})
+                sums.setdefault(label, Sum()).add(replace(each, by_step_ns=by_launch))
     return sums
 
 
@@ -130,64 +134,49 @@ def plain_name(name: str) -> str:
 
 
 def _samples(pair: Pair) -> tuple[Sample, Sample] | None:
-    """Return logarithms by step, of each the mean of its ranks; None unless all have time."""
+    """Return logarithms of means by launch; None of single launches, or of none in one."""
     sides = [
-        {step: own.by_step_ns[step] / counts[step] for step in sorted(counts)}
+        {launch: own.by_step_ns[launch] / counts[launch] for launch in sorted(counts)}
         for own, counts in zip(*pair, strict=True)
     ]
     if min(map(len, sides)) < 2 or not all(all(times.values()) for times in sides):
         return None
     first, second = (
-        Sample(logs={f"{side}/{step}": math.log(time) for step, time in times.items()})
+        Sample(logs={f"{side}/{launch}": math.log(time) for launch, time in times.items()})
         for side, times in zip("ab", sides, strict=True)
     )
     return first, second
 
 
-def _verdict(speed: Ratio, samples: tuple[Sample, Sample]) -> Row:
+def _verdict(speed: Ratio) -> Row:
     """Return the columns of a verdict. The bounds are of times, which are 1 / speed."""
-    reason = speed.reason.replace("launches", "steps")
-    num_steps = min(len(sample.logs) for sample in samples)
-    if num_steps < _LEAST_OF_STATES and "two states" in reason:
-        reason = f"{num_steps} steps a side are too few"
     return {
         "low": 1 / speed.high if speed.high else None,
         "high": 1 / speed.low if speed.low else None,
         "verdict": speed.verdict.value,
-        "reason": reason,
+        "reason": speed.reason,
     }
 
 
 def _unjudged(pair: Pair) -> Row:
-    """Return the columns of a row of which a side has no time, in a step or in all."""
-    row: Row = {"low": None, "high": None, "verdict": "", "reason": ""}
-    if not all(own.time_ns for own in pair[0]):
-        return row
-    is_single = min(map(len, pair[1])) < 2
-    reason = "a single step" if is_single else "not in every step"
-    return row | {"verdict": Verdict.CANNOT_TELL.value, "reason": reason}
+    """Return the columns of a row of which a side has one launch, or no time in a launch."""
+    has_both = all(own.time_ns for own in pair[0])
+    reason = _ONE_LAUNCH if min(map(len, pair[1])) < 2 else "not in every launch"
+    return {
+        "low": None,
+        "high": None,
+        "verdict": Verdict.CANNOT_TELL.value if has_both else "",
+        "reason": reason if has_both else "",
+    }
 
 
-def without_verdicts(table: Sequence[Row], files: Sequence[str]) -> str:
-    """Remove the verdicts of rows whose sides are ranks of one job, and return the reason."""
-    for row in table:
-        row |= {"low": None, "high": None, "verdict": "", "reason": "ranks of one job"}
-    return (
-        "both sides are ranks of one job in one window, and neither is a change of the other: "
-        "there are no verdicts; which rank the others wait for: "
-        + shlex.join(["stepmark", "trace", "breakdown", *files])
-    )
+def _counts(launches: Launches) -> Counter[int]:
+    return Counter(dict(enumerate(map(num_steps, launches))))
 
 
-def _counts(ranks: Ranks) -> Counter[int]:
-    return Counter(step for _, sums in ranks for step in sums.steps)
-
-
-def total(a: Ranks, b: Ranks, table: Sequence[Row]) -> Row:
+def total(a: Launches, b: Launches) -> Row:
     """Return the sums over all rows, with their verdict."""
     a_sum, b_sum = (whole_of(_sums(ranks).values()) for ranks in (a, b))
-    assert sum(number(row, "a_total_ns") for row in table) == a_sum.time_ns
-    assert sum(number(row, "b_total_ns") for row in table) == b_sum.time_ns
     return _compared([((a_sum, b_sum), (_counts(a), _counts(b)))])[0]
 
 
@@ -215,12 +204,14 @@ def _verdict_words(row: Row) -> str:
     if only := row.get("only_in"):
         return f"only in {str(only).upper()}"
     verdict = text(row, "verdict")
-    if verdict == Verdict.CANNOT_TELL.value:
+    if row.get("reason") == _ONE_LAUNCH:  # of all rows: the first line says so
+        verdict = ""
+    elif verdict == Verdict.CANNOT_TELL.value:
         verdict = f"{verdict} ({row['reason']})"
-    if verdict and row.get("a_calls") != row.get("b_calls"):
+    if row.get("verdict") and row.get("a_calls") != row.get("b_calls"):
         before, after = (digits(number(row, name)) for name in ("a_calls", "b_calls"))
         verdict += f" ({before} calls, then {after})"
-    return verdict
+    return verdict.strip()
 
 
 _SHOWN = (
@@ -232,13 +223,25 @@ _SHOWN = (
 )
 
 
-def remarks(a: Ranks, b: Ranks, table: Sequence[Row]) -> Iterator[str]:
+def headline(steps: Sequence[Row]) -> Iterator[str]:
+    """Yield the verdict on the step, and what would give one where launches are too few."""
+    for row in steps[:1]:
+        low, high = (digits(number(row, n), 3) if row[n] else "?" for n in ("low", "high"))
+        interval = "" if row["low"] is None else f" [{low}, {high}]"
+        yield f"step: B / A {_ratio_words(row)}{interval}: {row['verdict']} ({row['reason']})"
+        if row["reason"] == _ONE_LAUNCH:
+            yield (
+                "steps of one launch are not repeats of it; several launches of each side: "
+                "stepmark trace compare A1,A2,A3 B1,B2,B3"
+            )
+
+
+def remarks(a: Launches, b: Launches, table: Sequence[Row]) -> Iterator[str]:
     """Yield what limits the comparison."""
     if any(row["low"] is not None for row in table):
         yield (
-            "verdicts rest on the steps of one trace a side, which share clocks and placement: "
-            f"another launch can differ by more; of faster and slower, {FALSE_SHARE:.1%} are "
-            "wrong on average"
+            "verdicts rest on the differences between launches; of faster and slower, "
+            f"{FALSE_SHARE:.1%} are wrong on average"
         )
-    if [rank for rank, _ in a] != [rank for rank, _ in b]:
-        yield "the two sides have different ranks"
+    if len({tuple(rank for rank, _ in ranks) for ranks in (*a, *b)}) > 1:
+        yield "the launches have different ranks"

@@ -7,6 +7,7 @@ from functools import partial
 
 from stepmark.ground.units import ranks_text
 from stepmark.model.kernel_groups import group_of
+from stepmark.model.ops import Phase
 from stepmark.step.trace_ops import MeasuredOp, MeasuredSteps, OpKey, OpTable
 from stepmark.tables.columns import MS, NUMBER, PERCENT, US, Column, Row, given, text
 from stepmark.tables.table import Table
@@ -71,8 +72,12 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 
 
-def label_of(key: OpKey, by: str) -> Label:
-    """Return the label of an operation; what is unknown is UNATTRIBUTED."""
+def label_of(key: OpKey, by: str, marks_optimizer: bool = False) -> Label:
+    """Return the label of an operation; what is unknown is UNATTRIBUTED.
+
+    marks_optimizer: whether its trace does, so that work outside the marks is not its.
+    """
+    in_optimizer = key.phase == Phase.OPTIM if marks_optimizer else None
     layer = "outside blocks" if key.role else UNATTRIBUTED
     values = {
         "role": key.role or UNATTRIBUTED,
@@ -81,7 +86,7 @@ def label_of(key: OpKey, by: str) -> Label:
         "layer": layer if key.layer is None else str(key.layer),
         "module": key.module or UNATTRIBUTED,
         "op": key.op or UNATTRIBUTED,
-        "group": group_of(key.name),
+        "group": group_of(key.name, in_optimizer),
         "name": key.name,
     }
     return tuple(values[column] for column in COLUMNS[by])
@@ -90,8 +95,9 @@ def label_of(key: OpKey, by: str) -> Label:
 def summed(table: OpTable, by: str) -> RankSums:
     """Return the sums of a rank's operations."""
     sums: dict[Label, Sum] = defaultdict(Sum)
+    marks_optimizer = any(op.key.phase == Phase.OPTIM for op in table.ops)
     for op in table.ops:
-        sums[label_of(op.key, by)].add(op)
+        sums[label_of(op.key, by, marks_optimizer)].add(op)
     about = {each.name: getattr(table, each.name) for each in fields(MeasuredSteps)}
     return RankSums(sums=dict(sums), **about)
 
@@ -173,12 +179,14 @@ def header(ranks: Ranks) -> list[str]:
     total_ns = sum(sums.total_ns for _, sums in ranks)
     is_host = all(sums.is_host for _, sums in ranks)
     what = "operations on the host" if is_host else "kernels and copies"
+    places = "threads" if is_host else "streams"
     steps = sorted({step for _, sums in ranks for step in sums.steps})
     marked = all(sums.is_marked for _, sums in ranks)
     which = ranks_text(steps).replace("rank", "step") if marked else "the whole trace"
     step_ns = sum(sum(sums.step_ns) for _, sums in ranks) / count
     lines = [
-        f"{what}: {total_ns / count / _MS:.3f} ms per step of {step_ns / _MS:.3f} ms; "
+        f"{what}: {total_ns / count / _MS:.3f} ms per step, summed over {places}, "
+        f"of {step_ns / _MS:.3f} ms; "
         f"mean of {ranks_text(rank for rank, _ in ranks)}, {which}"
     ]
     outside_ns = sum(sums.outside_ns for _, sums in ranks)

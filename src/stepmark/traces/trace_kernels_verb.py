@@ -1,5 +1,6 @@
 """stepmark trace kernels and compare: which operations the time of a step went to."""
 
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -77,40 +78,44 @@ def kernels(options: KernelsOptions) -> int:
 
 
 def compare(options: CompareTracesOptions) -> int:
-    """Print and write the comparison of two traces: their steps, then their operations."""
+    """Print and write the comparison of two sides: their steps, then their operations."""
     options.check_stdout()
     if len(options.files) != 2:
-        raise ConfigError("trace", ", ".join(options.files), "two: a file, folder or run each")
+        allowed = "two sides: a file, folder or run each, or launches of it joined by commas"
+        raise ConfigError("trace", ", ".join(options.files), allowed)
     sides = {}
-    notes = []
-    heads = []
     for name, word in zip("AB", options.files, strict=True):
-        side = _read(replace(options, files=(word,)), with_times=True)
-        if side is None:
+        launches = _launches_of(options, word)
+        if launches is None:
             return 0
-        if not trace_kernels_text.num_steps(side.ranks):
-            reason = f" ({side.notes[-1]})" if side.notes else ""
-            raise ConfigError("trace", word, f"a trace with times of a step{reason}")
-        sides[name] = side
-        heads += [f"{name} {word}: {line}" for line in trace_kernels_text.header(side.ranks)]
-        notes += [f"{name}: {note}" for note in side.notes]
-    a, b = (side.ranks for side in sides.values())
-    if a[0][1].is_host != b[0][1].is_host:
-        host = options.files[0 if a[0][1].is_host else 1]
+        sides[name] = launches
+    every = [(name, *item) for name, side in sides.items() for item in side.items()]
+    hosts = [word for _, word, launch in every if launch.ranks[0][1].is_host]
+    if 0 < len(hosts) < len(every):
         allowed = "a trace with GPU events, as the other one: host and GPU times do not compare"
-        raise ConfigError("trace", host, allowed)
-    steps = trace_comparison.step_rows(sides["A"].times, sides["B"].times)
+        raise ConfigError("trace", hosts[0], allowed)
+    a, b = ([launch.ranks for launch in side.values()] for side in sides.values())
+    steps = trace_comparison.step_rows(
+        *([launch.times for launch in side.values()] for side in sides.values())
+    )
     rows = trace_comparison.rows(a, b, options.by)
-    total = trace_comparison.total(a, b, rows)
-    if _are_ranks_of_one_job(*sides.values()):
-        notes.append(trace_comparison.without_verdicts([*steps, *rows, total], options.files))
-    else:
-        notes += trace_comparison.remarks(a, b, [*steps, *rows])
+    total = trace_comparison.total(a, b)
+    notes = [f"{name}: {note}" for name, _, launch in every for note in launch.notes]
+    if any(_overlap_ns(x, y) > 0 for x in sides["A"].values() for y in sides["B"].values()):
+        notes.append(
+            "A and B ran at the same time: of ranks of one job, neither is a change of the "
+            "other; which rank the others wait for: "
+            + shlex.join(["stepmark", "trace", "breakdown", *options.files])
+        )
+    notes += trace_comparison.remarks(a, b, [*steps, *rows])
+    cut = " ".join(f"{name}: {each.cut}" for name, _, each in every if each.cut)
     document = {
         "a": options.files[0],
         "b": options.files[1],
-        "a_steps": trace_kernels_text.num_steps(a),
-        "b_steps": trace_kernels_text.num_steps(b),
+        "a_launches": len(a),
+        "b_launches": len(b),
+        "a_steps": sum(map(trace_kernels_text.num_steps, a)),
+        "b_steps": sum(map(trace_kernels_text.num_steps, b)),
         "by": options.by,
         "step": steps,
         "rows": rows,
@@ -118,27 +123,50 @@ def compare(options: CompareTracesOptions) -> int:
         "notes": notes,
     }
     lines = [
+        *trace_comparison.headline(steps),
+        "",
         *trace_comparison.lines(steps, {}, "part"),
-        *("", *heads),
+        "",
+        *(
+            f"{name} {word}: {line}"
+            for name, word, launch in every
+            for line in trace_kernels_text.header(launch.ranks)
+        ),
         *trace_comparison.lines(rows, total, options.by),
         *(f"note: {note}" for note in notes),
     ]
-    cut = " ".join(f"{name}: {side.cut}" for name, side in sides.items() if side.cut)
     deliver(options, "compare", document, {"compare": rows}, lines, cut)
     return 0
 
 
-def _are_ranks_of_one_job(a: "_Kernels", b: "_Kernels") -> bool:
-    """Return whether two sides are different ranks that ran at the same time, as one job."""
-    if {info.rank for info in a.infos} & {info.rank for info in b.infos}:
-        return False
-    jobs = {(info.world_size, info.backend) for info in (*a.infos, *b.infos)}
+def _launches_of(options: CompareTracesOptions, word: str) -> "dict[str, _Kernels] | None":
+    """Return the launches of a side by the part of the word that names each.
+
+    None on ranks of a launcher that do not report. Raises ConfigError for one without times,
+    and for parts of one launch.
+    """
+    launches: dict[str, _Kernels] = {}
+    for part in [word] if Path(word).exists() else word.split(","):
+        launch = _read(replace(options, files=(part,)), with_times=True)
+        if launch is None:
+            return None
+        if not trace_kernels_text.num_steps(launch.ranks):
+            reason = f" ({launch.notes[-1]})" if launch.notes else ""
+            raise ConfigError("trace", part, f"a trace with times of a step{reason}")
+        if any(_overlap_ns(launch, other) > 0 for other in launches.values()):
+            allowed = "another launch than those before it: the two ran at the same time"
+            raise ConfigError("trace", part, allowed)
+        launches[part] = launch
+    return launches
+
+
+def _overlap_ns(a: "_Kernels", b: "_Kernels") -> int:
+    """Return for how long both ran; less than 0 for the time between them."""
     first, second = (
         (min(info.first or 0 for info in own), max(info.last or 0 for info in own))
         for own in (a.infos, b.infos)
     )
-    overlap_ns = min(first[1], second[1]) - max(first[0], second[0])
-    return len(jobs) == 1 and overlap_ns > 0
+    return min(first[1], second[1]) - max(first[0], second[0])
 
 
 def profile_lines(folder: Path, record: Measured) -> list[str]:

@@ -32,8 +32,10 @@ _HIDDEN = {
     "bytes_per_rank",
     "expected_per_rank_s",
 }
-# Of the step: below this no network makes it noticeably shorter.
+# Of the step, which a network without transfer time makes shorter by this: below the first
+# no network is noticed, from the second on the network is what bounds it.
 _NOTICEABLE = 0.1
+_BOUND = 0.5
 # Of exposed communication: waiting explains it from this on.
 _MOST = 0.5
 
@@ -135,9 +137,9 @@ RANK_COLUMNS = (
     given("step_s", SECONDS, "step"),
     given("communication_s", SECONDS, "communication"),
     given("exposed_s", SECONDS, "exposed"),
-    given("kernels_s", SECONDS, "kernels of calls"),
     given("transfer_s", SECONDS, "transfer"),
     given("waiting_s", SECONDS, "waiting"),
+    given("exposed_waiting_s", SECONDS, "exposed waiting"),
     given("arrived_last", COUNT, "arrived last"),
     given("early_per_call_s", SECONDS, "early/call"),
 )
@@ -197,17 +199,24 @@ def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
     exposed = [number(row, "exposed_s") or 0.0 for row in ranks]
     mean = sum(exposed) / len(exposed)
     span = f"; {format_time(min(exposed))} to {format_time(max(exposed))} by rank"
+    waits = sum(number(row, "exposed_waiting_s") or 0.0 for row in ranks)
+    waited = f"; {waits / sum(exposed):.0%} of it waiting for other ranks" if waits else ""
     yield (
         f"exposed communication: {format_time(mean)} of {format_time(best.step_s)} per step "
-        f"({mean / best.step_s:.1%}{span if len(ranks) > 1 else ''})"
+        f"({mean / best.step_s:.1%}{span if len(ranks) > 1 else ''}{waited})"
     )
     limit = f"a network without transfer time takes at most {best.share:.1%} from the step"
     limit += f" (rank {best.rank} gains least)" if len(ranks) > 1 else ""
-    waits = (number(row, "waiting_s") or 0.0 for row in ranks)
-    is_waiting = sum(map(min, waits, exposed)) >= _MOST * sum(exposed)
+    is_waiting = waits >= _MOST * sum(exposed)
     if known.share >= _NOTICEABLE:
-        doubt = ", though most exposed communication may be waiting for others"
-        yield f"communication-bound{doubt if is_waiting else ''}: {limit}"
+        part = f" ({_NOTICEABLE:.0%} to {_BOUND:.0%} of the step)"
+        bound = (
+            f"partly communication-bound{part}"
+            if known.share < _BOUND
+            else "communication-bound"
+        )
+        doubt = ", though most exposed communication is waiting for others"
+        yield f"{bound}{doubt if is_waiting else ''}: {limit}"
     elif best.share >= _NOTICEABLE:
         yield (
             f"perhaps communication-bound: {limit}, but how much of it is waiting for other "
@@ -251,12 +260,14 @@ def slow_rank_line(rows: Sequence[Row]) -> str:
     text = f"rank {slowest} arrives last in {counts[slowest]} of {calls} collectives"
     if slow_rank(counts) is None:
         return f"slow rank: none; {text}"
-    others = (number(row, "waiting_s") for row in rows if row["rank"] != slowest)
-    waits = [wait for wait in others if wait is not None]
-    waited = (
-        f", and the others wait {format_time(median(waits))} per step (median)" if waits else ""
+    others = [row for row in rows if row["rank"] != slowest]
+    waits, exposed = (
+        [value for row in others for value in [number(row, name)] if value is not None]
+        for name in ("waiting_s", "exposed_waiting_s")
     )
-    return f"slow rank: {text}{waited}"
+    waited = f", and the others wait {format_time(median(waits))} per step" if waits else ""
+    waited += f", {format_time(median(exposed))} of it exposed" if exposed else ""
+    return f"slow rank: {text}{waited}{' (median rank)' if len(waits) > 1 else ''}"
 
 
 def gain_line(what: str, result: Gain) -> str:

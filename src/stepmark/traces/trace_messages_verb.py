@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, summed
 from stepmark.cases.record import Measured
 from stepmark.collectives.measured_curves import read_curves
@@ -31,9 +33,11 @@ from stepmark.tables.columns import Row
 from stepmark.tables.page import Page
 from stepmark.tables.table import Table
 from stepmark.traces import trace_messages_text as report
+from stepmark.traces.kineto.intervals import common, union
 from stepmark.traces.kineto.matching import is_synchronizing, match
 from stepmark.traces.kineto.messages import RankMessages, rank_messages
 from stepmark.traces.kineto.stream import looks_like_trace
+from stepmark.traces.kineto.windows import in_windows
 from stepmark.traces.trace_files import (
     TraceSet,
     damage_notes,
@@ -45,6 +49,7 @@ from stepmark.traces.trace_options import MessagesOptions
 
 _MAX_NOTES = 40
 _SPEEDUP = 2.0
+_TIMES = ("step_s", "communication_s", "exposed_s", "exposed_waiting_s")
 
 
 def messages(options: MessagesOptions) -> int:
@@ -220,27 +225,35 @@ class _View:
             waits = self.matched.ranks[rank]
             selected = self.selected[rank]
             steps = max(len(selected), 1) * 1e9
-            times = value.times
             is_timed = waits.timed > 0
-            sums = {
-                name: int(getattr(times, name)[selected].sum()) / steps if times else None
-                for name in ("window", "communication", "exposed")
-            }
+            per_step: dict[str, float | None] = dict.fromkeys(_TIMES)
+            if times := value.times:
+                start, end, _ = np.array(waits.waiting, np.int64).reshape(-1, 3).T
+                waiting = common(union(start, end), times.exposed)
+                intervals = (union(*times.windows), times.communication, times.exposed, waiting)
+                per_step = {
+                    name: int(in_windows(own, times.windows)[selected].sum()) / steps
+                    for name, own in zip(_TIMES, intervals, strict=True)
+                }
             is_compared = is_timed and self.matched.end_spread is not None
             agree = is_timed and self.matched.clocks_agree
-            # Communication that no call explains may be transfer, too.
-            unexplained = (sums["communication"] or 0.0) - waits.kernels / steps
+            # Communication that no call explains may be transfer, too; on a host that knows all
+            # its calls it is the host's own time in them.
+            is_hosts = is_timed and times is not None and times.is_host
+            is_hosts &= waits.timed == waits.calls and not self.matched.uncounted.total()
+            unexplained = (per_step["communication_s"] or 0.0) - waits.kernels / steps
             yield {
                 "rank": rank,
                 "steps": len(selected),
                 "calls_per_step": waits.calls / max(len(selected), 1),
-                "step_s": sums["window"],
-                "communication_s": sums["communication"],
-                "exposed_s": sums["exposed"],
+                **per_step,
+                "exposed_waiting_s": per_step["exposed_waiting_s"] if is_timed else None,
                 "kernels_s": waits.kernels / steps if is_timed else None,
                 "transfer_s": waits.transfer / steps if is_timed else None,
                 "waiting_s": waits.waited / steps if is_timed else None,
-                "other_kernels_s": max(waits.other_kernels / steps, unexplained, 0.0),
+                "other_kernels_s": max(
+                    waits.other_kernels / steps, 0.0 if is_hosts else unexplained, 0.0
+                ),
                 "arrived_last": waits.last if is_compared else None,
                 "early_s": waits.early / steps if agree else None,
                 "early_per_call_s": waits.early / waits.timed / 1e9 if agree else None,

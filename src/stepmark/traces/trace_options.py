@@ -134,10 +134,11 @@ class CompareTracesOptions(KernelsOptions):
     """stepmark trace compare."""
 
     files: tuple[str, ...] = flag(
-        "traces of two jobs: a file, a folder, a quoted pattern or a run each",
+        "two sides, a file, folder, quoted pattern or run each; launches of a side are "
+        "joined by commas",
         default=REQUIRED,
         argument=True,
-        metavar="A B",
+        metavar="A[,A2...] B[,B2...]",
         names="run",
     )
     by: Annotated[str, words_of(*BY)] = flag(

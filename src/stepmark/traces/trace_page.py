@@ -49,11 +49,11 @@ COLOURS_OF = {
 _PARTS = {
     "compute_ns": ("compute", _BLUE),
     "exposed_waiting_ns": ("exposed communication: waiting for other ranks", _PALE),
-    "exposed_comm_ns": ("exposed communication", _RED),
+    "exposed_comm_ns": ("exposed communication: other", _RED),
     "exposed_copies_ns": ("exposed copies", COLOURS[4]),
     "host_bound_ns": ("idle: host-bound", _DARK),
     "kernel_gap_ns": ("idle: kernel gaps", GREY),
-    "unknown_idle_ns": ("idle: unknown", INK),
+    "unknown_idle_ns": ("idle: cause not known", INK),
 }
 _PATTERNS = {"unknown_idle_ns": "x"}  # what no cause is known of looks like none of the others
 
@@ -77,7 +77,7 @@ def page(
             *steps(tables["steps"]),
             *_hidden(tables["communication"], len(tables["steps"])),
             *histogram_figures.figures(messages, per="rank and step"),
-            Section("Report", [preformatted(*lines)]),
+            Section("Report", [preformatted(*lines, is_table=True)]),
         ],
     )
 
@@ -230,7 +230,7 @@ def ledger(rows: Sequence[Row]) -> list[Row]:
 def _mean(rows: Sequence[Row], column: str) -> float:
     """Return the mean in ms; waiting for other ranks is no part of exposed communication.
 
-    Idle time of traces without a GPU is not divided by cause: all of it is unknown.
+    Idle time of traces without a GPU is not divided by cause.
     """
 
     def total(name: str) -> float:
@@ -251,8 +251,8 @@ def _hidden(rows: Sequence[Row], num_steps: int) -> Iterator[Figure]:
     sums: dict[str, list[float]] = {}  # ms: hidden, exposed
     for row in rows:
         size = f" of {row['group_size']}" if row["group_size"] else ""
-        name = f"{str(row['collective'] or row['kernel'])[:40]}, "
-        name += f"{row['group_desc'] or row['group']}{size}"
+        group = f"{row['group_desc'] or row['group'] or ''}{size}"
+        name = ", ".join(filter(None, (str(row["collective"] or row["kernel"])[:40], group)))
         exposed = number(row, "exposed_ns") or 0.0
         hidden = (number(row, "time_ns") or 0.0) - exposed
         before = sums.get(name, [0.0, 0.0])

@@ -184,7 +184,7 @@ def page(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> Pa
             *_pipeline(workload),
             *sizes(workload, stage),
             *layers(workload),
-            Section("Tables", [preformatted(*tables[1:])]),
+            Section("Tables", [preformatted(*tables[1:], is_table=True)]),
             Section("Settings", [definitions(pairs)]),
         ],
     )

@@ -8,14 +8,11 @@ import numpy as np
 
 from stepmark.timeline.trace_breakdown import Arrivals, RankTimes
 from stepmark.timeline.trace_columns import RankInfo, RankTrace
-from stepmark.traces.kineto import host_times
 from stepmark.traces.kineto.breakdown import breakdown
-from stepmark.traces.kineto.instances import comm_calls
-from stepmark.traces.kineto.intervals import Intervals, common, union, without
-from stepmark.traces.kineto.links import steps
+from stepmark.traces.kineto.intervals import Intervals, common, union
 from stepmark.traces.kineto.matching import Messages, match
-from stepmark.traces.kineto.messages import RankMessages
-from stepmark.traces.kineto.windows import Windows, communication_and_compute, in_windows
+from stepmark.traces.kineto.messages import RankMessages, rank_messages
+from stepmark.traces.kineto.windows import Windows, in_windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +26,13 @@ class RankParts:
 
 def rank_parts(trace: RankTrace, selects: Callable[[int], bool]) -> RankParts:
     """Reduce a trace to its breakdown, and what tells how it waits for other ranks."""
-    own = steps(trace)
-    is_gpu = trace.gpu.start.size > 0
-    runs = communication_and_compute if is_gpu else host_times.communication_and_compute
+    messages = rank_messages(trace)
     return RankParts(
         times=breakdown(trace, selects),
-        messages=RankMessages(
-            calls=comm_calls(trace, own),
-            numbers=own.numbers,
-            is_marked=own.is_marked,
-            times=None,
-            copies=(),
-        ),
-        exposed=without(*runs(trace)),
+        messages=messages,
+        exposed=messages.times.exposed
+        if messages.times
+        else union(*np.empty((2, 0), np.int64)),
     )
 
 

@@ -17,7 +17,7 @@ from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.step.trace_ops import COARSE, MARK
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.timeline.trace_columns import NONE, Ints, RankTrace
-from stepmark.traces.kineto.host_ops import STACK, HostOps, distinct, nearest
+from stepmark.traces.kineto.host_ops import OPTIMIZER_MARK, STACK, HostOps, distinct, nearest
 from stepmark.traces.kineto.links import innermost, launches, lookup
 from stepmark.traces.kineto.roles import Place, place_of
 
@@ -26,7 +26,7 @@ _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 # Annotations by the phase that they tell: modules are called in the forward pass.
 _SPANS = {
     Phase.BWD: re.compile(rf"{MARK}backward$|FSDP::.*backward"),
-    Phase.OPTIM: re.compile(rf"{MARK}optimizer$|Optimizer\."),
+    Phase.OPTIM: OPTIMIZER_MARK,
     Phase.FWD: re.compile(rf"{MARK}(?!data$)|{STACK}|FSDP::.*forward"),
 }
 _ACTIVATION = re.compile(r"::(?:silu|gelu|relu)")

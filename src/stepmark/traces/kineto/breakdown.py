@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stepmark.model.kernel_groups import COPIES, group_of
+from stepmark.model.kernel_groups import COPIES
 from stepmark.timeline.trace_breakdown import (
     CommTimes,
     CopyTimes,
@@ -23,6 +23,7 @@ from stepmark.timeline.trace_columns import NONE, Flags, GpuKind, Ints, RankTrac
 from stepmark.traces.kineto import idle, links
 from stepmark.traces.kineto.checks import device_of, missing_work
 from stepmark.traces.kineto.event_tables import narrow
+from stepmark.traces.kineto.host_ops import WorkGroups
 from stepmark.traces.kineto.host_times import host_times
 from stepmark.traces.kineto.intervals import Intervals, clip, join, time_before, union, without
 from stepmark.traces.kineto.links import blocks
@@ -225,14 +226,15 @@ def _comm_kind(trace: RankTrace, number: int) -> tuple[tuple[str, Any], ...]:
 
 def _kernel_times(gpu: Gpu) -> Iterator[KernelTimes]:
     trace = gpu.trace
-    groups = list(dict.fromkeys((COPIES, *map(group_of, trace.names))))
-    group = np.array([groups.index(group_of(name)) for name in trace.names], np.int64)
+    groups = WorkGroups(trace)
+    copies = groups.names.index(COPIES)
     totals: dict[tuple[int, ...], tuple[int, ...]] = {}
     for block in links.blocks(gpu.rows.size):
         is_own = gpu.place[block] != NONE
         rows = gpu.rows[block][is_own]
         is_kernel = trace.gpu.kind[rows] == GpuKind.KERNEL
-        keys = [gpu.place[block][is_own], np.where(is_kernel, group[trace.gpu.name[rows]], 0)]
+        group = groups.of_kernels(rows, gpu.call[block][is_own])
+        keys = [gpu.place[block][is_own], np.where(is_kernel, group, copies)]
         for key, sums in links.sums(keys, [trace.gpu.end[rows] - trace.gpu.start[rows]]):
             count, time_ns = totals.get(key, (0, 0))
             totals[key] = count + sums[0], time_ns + sums[1]
@@ -240,7 +242,7 @@ def _kernel_times(gpu: Gpu) -> Iterator[KernelTimes]:
         yield KernelTimes(
             device=gpu.device,
             step=gpu.numbers[number],
-            group=groups[which],
+            group=groups.names[which],
             num_events=count,
             time_ns=time_ns,
         )

@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stepmark.ground import json_text
+from stepmark.model.kernel_groups import GROUPS, OTHER, group_of
 from stepmark.step.trace_ops import MARK, PRODUCTS
 from stepmark.timeline.trace_columns import NONE, Flags, Ints, OpColumns, RankTrace, SpanColumns
 from stepmark.traces.kineto.links import innermost, name_flags, parents_by_thread
 
 T = TypeVar("T", OpColumns, SpanColumns)
 STACK = "nn.Module: "
+OPTIMIZER_MARK = re.compile(rf"{MARK}optimizer$|Optimizer\.")
 PHASE_MARKS = tuple(MARK + name for name in ("data", "forward", "backward", "optimizer"))
 _NODE = "autograd::engine::evaluate_function"
 _SUM = f"{_NODE}: torch::autograd::AccumulateGrad"
@@ -221,3 +223,34 @@ def _with_none(table: T) -> T:
     columns = {each.name: np.append(getattr(table, each.name), NONE) for each in fields(table)}
     columns["start"][-1] = columns["end"][-1] = np.iinfo(np.int64).min
     return type(table)(**columns)
+
+
+class WorkGroups:
+    """Groups of kernels and operations: by name, or the optimizer's inside its annotations."""
+
+    names = (*GROUPS, OTHER)
+
+    def __init__(self, trace: RankTrace) -> None:
+        """Find the annotations, and the group of each name outside and inside them."""
+        self.trace = trace
+        self.marks = np.flatnonzero(
+            name_flags(trace.names, OPTIMIZER_MARK.match)[trace.spans.name]
+        )
+        sides = (False, True) if self.marks.size else (None, None)
+        self.of_name = np.array(
+            [[self.names.index(group_of(n, side)) for n in trace.names] for side in sides],
+            np.int8,
+        )
+
+    def of(self, name: Ints, start: Ints, thread: Ints) -> Ints:
+        """Return the place among `names` of work that the host begins here."""
+        spans = self.trace.spans
+        marks = (spans.start[self.marks], spans.end[self.marks], spans.thread[self.marks])
+        mark = innermost(*marks, start, thread)
+        return np.asarray(self.of_name[(mark != NONE).astype(np.int8), name], np.int64)
+
+    def of_kernels(self, rows: Ints, call: Ints) -> Ints:
+        """Return the places among `names` of GPU events. call: what launched each, or NONE."""
+        calls = self.trace.calls
+        start, thread = (np.append(each, NONE)[call] for each in (calls.start, calls.thread))
+        return self.of(self.trace.gpu.name[rows], start, thread)

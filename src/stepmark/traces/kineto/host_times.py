@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from stepmark.model.kernel_groups import group_of
 from stepmark.timeline.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
 from stepmark.timeline.trace_columns import NONE, RankTrace
 from stepmark.traces.kineto.event_tables import narrow
+from stepmark.traces.kineto.host_ops import WorkGroups
 from stepmark.traces.kineto.intervals import Intervals, Pieces, first_begun, union, without
 from stepmark.traces.kineto.links import (
     Steps,
@@ -26,8 +26,6 @@ from stepmark.traces.kineto.links import (
     sums,
 )
 from stepmark.traces.kineto.windows import Windows, in_windows, label_times
-
-pass
 
 Numbers = Sequence[int | None]  # of the steps of windows
 COMM_NAME = re.compile(
@@ -151,13 +149,13 @@ def _operators(trace: RankTrace, windows: Windows, numbers: Numbers) -> Iterator
         np.subtract.at(own_time, parent[inner], ops.end[inner] - ops.start[inner])
     place = narrow(span_of(*windows, ops.start))
     rows = np.flatnonzero(place != NONE)
-    groups = list(dict.fromkeys(map(group_of, trace.names)))
-    group = narrow(np.array([groups.index(group_of(name)) for name in trace.names], np.int64))
-    for (number, which), total in sums([place[rows], group[ops.name[rows]]], [own_time[rows]]):
+    groups = WorkGroups(trace)
+    group = groups.of(ops.name[rows], ops.start[rows], ops.thread[rows])
+    for (number, which), total in sums([place[rows], group], [own_time[rows]]):
         yield KernelTimes(
             device=None,
             step=numbers[number],
-            group=groups[which],
+            group=groups.names[which],
             num_events=total[0],
             time_ns=total[1],
         )

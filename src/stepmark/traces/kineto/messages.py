@@ -19,12 +19,11 @@ from stepmark.timeline.trace_columns import (
     RankInfo,
     RankTrace,
 )
-from stepmark.traces.kineto import windows
+from stepmark.traces.kineto import host_times, windows
 from stepmark.traces.kineto.checks import missing_work
-from stepmark.traces.kineto.host_times import host_times
 from stepmark.traces.kineto.instances import CommCalls, comm_calls
-from stepmark.traces.kineto.intervals import without
-from stepmark.traces.kineto.links import Steps, sums, whole
+from stepmark.traces.kineto.intervals import Intervals, without
+from stepmark.traces.kineto.links import Steps, step_of, sums, whole
 from stepmark.traces.kineto.links import steps as steps_of
 
 _COPY = re.compile("(H|D)(?:ost|evice)?_?to_?(H|D)", re.IGNORECASE)
@@ -34,14 +33,16 @@ ALL_TO_ALL = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Times of each step on one rank's GPU, in ns; without one, on its host.
+    """When the steps of one rank run on its GPU, and when it communicates there.
 
-    They are defined as in the breakdown: traces/kineto/windows.py and host_times.py.
+    Without a GPU, on its host. They are defined as in the breakdown: traces/kineto/windows.py
+    and host_times.py.
     """
 
-    window: Ints
-    communication: Ints
-    exposed: Ints
+    windows: windows.Windows
+    communication: Intervals
+    exposed: Intervals
+    is_host: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,38 +76,36 @@ def rank_messages(trace: RankTrace) -> RankMessages:
     if trace.gpu.start.size and (steps.of_gpu == NONE).all():
         steps = whole(trace)  # no launch is in the trace
     calls = comm_calls(trace, steps)
-    times = _gpu_times(trace, steps) if trace.gpu.start.size else _host_times(trace, steps)
-    busy = {*np.unique(steps.of_gpu).tolist(), *calls.step.tolist()}
-    if not trace.gpu.start.size:
-        busy.update(np.flatnonzero(times.window).tolist())
-    missing = () if trace.gpu.start.size else tuple(missing_work(trace))
+    is_host = not trace.gpu.start.size
+    times = _times(trace, steps, is_host)
+    busy = {*np.unique(steps.of_gpu).tolist(), *calls.step.tolist()} - {NONE}
+    if is_host:
+        sends = np.nonzero(windows.in_windows(times.communication, times.windows))
+        busy.update(step_of(steps, trace.ops.start).tolist(), *sends)
+    missing = tuple(missing_work(trace)) if is_host else ()
+    has_time = (times.windows.end > times.windows.start).any() and busy - {NONE}
     return RankMessages(
         calls=calls,
         numbers=steps.numbers,
         is_marked=steps.is_marked,
-        times=times if times.window.any() and not missing else None,
+        times=times if has_time and not missing else None,
         copies=tuple(_copies(trace, steps.of_gpu)),
         empty=frozenset(range(len(steps.numbers))) - busy,
         damage=missing,
     )
 
 
-def _gpu_times(trace: RankTrace, steps: Steps) -> StepTimes:
-    window = windows.gpu_windows(trace, steps)
-    communication, compute = windows.communication_and_compute(trace)
+def _times(trace: RankTrace, steps: Steps, is_host: bool) -> StepTimes:
+    own = host_times if is_host else windows
+    communication, compute = own.communication_and_compute(trace)
     return StepTimes(
-        window=window.end - window.start,
-        communication=windows.in_windows(communication, window),
-        exposed=windows.in_windows(without(communication, compute), window),
+        windows=windows.Windows(steps.start, steps.end)
+        if is_host
+        else windows.gpu_windows(trace, steps),
+        communication=communication,
+        exposed=without(communication, compute),
+        is_host=is_host,
     )
-
-
-def _host_times(trace: RankTrace, steps: Steps) -> StepTimes:
-    columns = np.zeros((3, len(steps.numbers)), np.int64)
-    for own in host_times(trace, steps, lambda _: True).steps:
-        place = 0 if own.step is None else steps.numbers.index(own.step)
-        columns[:, place] = own.window_ns, own.comm_ns, own.exposed_comm_ns
-    return StepTimes(window=columns[0], communication=columns[1], exposed=columns[2])
 
 
 def _copies(trace: RankTrace, of_gpu: Ints) -> Iterator[tuple[int, str, int, int, int]]:

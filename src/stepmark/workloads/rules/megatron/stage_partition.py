@@ -162,7 +162,8 @@ def _numbered(sizes: list[list[int]], num_mtp: int) -> tuple[tuple[Chunk, ...], 
 
 def _allowed(total: int, pp: int, chunks: int) -> str:
     if pp * chunks > total + 2:
-        return f"at most {(total + 2) // chunks} with vpp {chunks}: {total} layers, embedding, head"
+        most = (total + 2) // chunks
+        return f"at most {most} with vpp {chunks}: {total} layers, embedding, head"
     fits = [pp for pp in range(1, total + 1) if total % (pp * chunks) == 0]
     with_ends = [pp for pp in range(2, total + 3) if (total + 2) % (pp * chunks) == 0]
     words = f"a number whose product with vpp ({chunks}) divides {total} layers"
