@@ -33,7 +33,7 @@ ORDER += ("Plan", "Run", "Step", "Replay", "Comparison", "Sweep", "Trace", "Logs
 
 def signature(function: object) -> str:
     """Return a signature without types and self: (file, *, rank=None)."""
-    own = inspect.signature(function)  # type: ignore[arg-type]
+    own = inspect.signature(inspect.unwrap(function))  # type: ignore[arg-type]
     bare = [
         p.replace(annotation=inspect.Parameter.empty)
         for p in own.parameters.values()

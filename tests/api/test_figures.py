@@ -354,3 +354,31 @@ def test_the_main_job(tmp_path: Path) -> None:
     assert own.info.command.startswith("stepmark run llama-3.1-8b --scale tiny --nproc 1")
     with pytest.raises(sm.ConfigError, match=r"resume .* is no keyword here"):
         sm.run(resume="latest")
+
+
+def test_waiting_in_a_pipeline_is_a_line_of_the_ledger() -> None:
+    job = {"framework": "megatron", "nproc": 8, "gbs": 32, "device": "h200"}
+    prediction = sm.predict(MODEL, pp=4, **job)
+    rows = prediction.ledger.rows()
+    slowest = max(row["stage"] for row in rows)  # with the head
+    own = [row for row in rows if row["stage"] == slowest]
+    seconds = {row["line"]: row["time_ns"] * 1e-9 for row in own}
+    exposed_s = sum(row["time_ns"] for row in own if row["group"] == "exposed communication")
+    assert exposed_s * 1e-9 == pytest.approx(prediction.exposed_comm_s) != 0
+    assert seconds["waiting for other ranks"] == pytest.approx(prediction.bubble_s) != 0
+    assert sum(seconds.values()) == pytest.approx(prediction.step_s)
+
+
+def test_each_row_of_lists_has_its_prediction() -> None:
+    job = {"framework": "megatron", "nproc": 8, "gbs": 32, "device": "h200"}
+    rows = sm.predict(MODEL, pp=[1, 4], mbs=[1, 2], **job)
+    for number, row in enumerate(rows):
+        own = rows.predict(number)
+        assert own.step_s == row["step_s"]
+        assert own.document["contention_s"] == row["contention_s"]
+        assert (own.document["mbs"], len(own.prediction.step.ledgers)) == (
+            row["mbs"],
+            row["pp"],
+        )
+    with pytest.raises(IndexError):
+        rows.predict(len(rows))

@@ -1,7 +1,9 @@
 """Keyword arguments are the options of the command line."""
 
+import inspect
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import stepmark as sm
@@ -146,3 +148,24 @@ def test_unknown_verbs_are_refused_with_a_hint() -> None:
         sm.options("gem")
     with pytest.raises(ConfigError, match="did you mean gemm"):
         sm.options("op", "gem")
+
+
+def test_help_and_completion_have_the_options_of_a_verb() -> None:
+    for function, verb in ((sm.predict, "predict"), (sm.plan, "plan")):
+        names = inspect.signature(function).parameters
+        assert {row["keyword"] for row in sm.options(verb)} <= names.keys()
+        assert next(reversed(names)) == "options"
+
+
+def test_arrays_are_lists_of_values() -> None:
+    job = {"device": "h200", "strategy": "fsdp"}
+    rows = sm.predict("gpt2-1.5b", nproc=np.array([2, 4]), **job)
+    assert rows.rows() == sm.predict("gpt2-1.5b", nproc=[2, 4], **job).rows()
+    assert sm.predict("gpt2-1.5b", nproc=np.int64(2), **job).step_s > 0
+
+
+def test_a_number_of_gpus_hints_at_the_keyword_of_the_verb() -> None:
+    with pytest.raises(ConfigError, match="did you mean nproc"):
+        sm.predict("gpt2-1.5b", gpus=8, device="h200")
+    with pytest.raises(ConfigError, match="did you mean gpus"):
+        sm.plan("gpt2-1.5b", world_size=8, gbs=64, device="h200")

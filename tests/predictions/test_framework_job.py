@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import stepmark as sm
 from stepmark.cli.main import status
 
 JOBS = {
@@ -100,3 +101,40 @@ def test_multi_token_prediction_is_told_and_its_stage_is_shown(
     assert "1 module of multi-token prediction, with" in out
     table = out[out.index("total") :].splitlines()
     assert any(line.startswith("7 ") for line in table[1:9])
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "expected"),
+    [
+        (
+            12,
+            1,
+            "the last stage has 10, the others 2 each; Megatron-LM refuses this without --",
+        ),
+        (4, 3, "a chunk has 3, the first 2, the last 0; Megatron-LM refuses this without --"),
+        (
+            17,
+            1,
+            "embedding and head take a layer's place each; Megatron-LM refuses this without",
+        ),
+    ],
+)
+def test_a_pipeline_whose_layers_do_not_divide_has_a_note_as_its_workload(
+    pp: int, vpp: int, expected: str
+) -> None:
+    axes = {"pp": pp, "virtual_pipeline_model_parallel_size": vpp, "gbs": 2 * pp}
+    workload = sm.workload("llama-3.1-8b", framework="megatron", world_size=pp, **axes)
+    job = {"framework": "megatron", "nproc": pp, "device": "h100-sxm"}
+    prediction = sm.predict("llama-3.1-8b", **job, **axes)
+    (note,) = [note for note in prediction.notes if expected in note]
+    assert note in workload.program.notes
+    rows = sm.predict("llama-3.1-8b", **job, **axes, mbs=[1, 2])
+    assert expected in " ".join(rows.notes)
+
+
+def test_more_stages_than_layers_are_refused_with_the_largest_number() -> None:
+    job = {"framework": "megatron", "nproc": 64, "gbs": 64, "device": "h100-sxm"}
+    with pytest.raises(
+        sm.ConfigError, match="at most 34 with vpp 1: 32 layers, embedding, head"
+    ):
+        sm.predict("llama-3.1-8b", **job, pp=64)

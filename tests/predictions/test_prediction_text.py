@@ -245,6 +245,60 @@ def test_what_prints_more_is_refused_where_nothing_more_is_printed(
     assert reason in err
 
 
+def test_the_assumed_load_of_experts_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["qwen3-30b-a3b", "--framework", "megatron", "--nproc", "8", "--ep", "8"]
+    words += ["--gbs", "64", "--device", "h100-sxm"]
+    even, _ = predicted(words, tmp_path, capsys)
+    assert "top 8 of 128 experts (even routing)" in even.replace(",\n    ", ", ")
+    uneven, _ = predicted([*words, "--imbalance", "1.5"], tmp_path, capsys)
+    assert "top 8 of 128 experts (imbalance 1.5)" in uneven.replace(",\n    ", ", ")
+
+
+def test_notes_on_costs_without_a_measurement_say_what_the_rules_are_for() -> None:
+    job = {"nproc": 64, "strategy": "fsdp", "ep": 8, "ac": "full"}
+    notes = sm.predict("qwen3-30b-a3b", device="b200", **job).notes
+    shares = [note for note in notes if "of the compute time is" in note]
+    assert any("by rules for operators that were not measured on b200" in n for n in shares)
+    prediction = sm.predict("llama-3.1-8b", device="mi300x", nproc=1)
+    (note,) = [note for note in prediction.notes if "compute time" in note]
+    expected = "100% of the compute time is by shares of the peak that AMD's devices reach, "
+    assert note == expected + "because no operator was measured on mi300x"
+
+
+def test_reserved_memory_below_the_device_does_not_fit_by_what_others_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "llama-3.1-8b --framework megatron --nproc 8 --tp 2 --use-distributed-optimizer"
+    words += " --sequence-parallel --gbs 64 --mbs 2 --num-layers 30 --device h100-sxm"
+    text, document = predicted(words.split(), tmp_path, capsys)
+    memory = document["memory"]
+    assert memory["verdict"] == "does not fit"
+    assert memory["reserved_bytes"] < memory["device_bytes"]
+    assert "DOES NOT FIT (78.25 of 80 GiB reserved; CUDA and NCCL need more)" in text
+
+
+def test_lists_say_where_rows_differ_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "predict llama-3.1-8b --framework megatron --nproc 8 --tp 4 --sequence-parallel"
+    words += " --gbs 64 --device h100-sxm"
+    different = "step: 8 ranks, rows differ in tokens a step: compare tokens/s/GPU\n"
+    assert status([*words.split(), "--seq-len", "4096,8192"]) == 0
+    assert different in capsys.readouterr().out
+    assert status([*words.split(), "--mbs", "1,2"]) == 0
+    assert different not in capsys.readouterr().out
+
+
+def test_a_config_without_a_family_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "model.json"
+    file.write_text('{"hidden_size": 4096, "num_hidden_layers": 32}')
+    assert status(["predict", str(file), "--nproc", "8", "--device", "h200"]) == 2
+    err = capsys.readouterr().err
+    assert "this is a model's config without `model_type`, which names its family" in err
+
+
 # A job whose first note is on this.
 FIRST = {
     f"{AICB} --device h200": "the file has no computation",

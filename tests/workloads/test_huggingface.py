@@ -392,6 +392,17 @@ def test_sizes_of_the_family_are_noted(tmp_path: Path) -> None:
     assert notes(tmp_path, {**known, "num_key_value_heads": 8}) == []
 
 
+def test_notes_on_shared_experts_agree_with_the_model(tmp_path: Path) -> None:
+    """Qwen2-MoE's has its own width, and reads no number of shared experts."""
+    config = QWEN_MOE | {"model_type": "qwen2_moe", "n_shared_experts": 2}
+    (ignored, absent) = notes(tmp_path, config)
+    assert "n_shared_experts (2): transformers ignores it in this family" in ignored
+    assert "shared_expert_intermediate_size is absent: 5632 (the family's default)" in absent
+    moe = read(tmp_path, config).moe
+    assert moe is not None
+    assert (moe.num_shared_experts, moe.shared_ffn_hidden_size) == (1, 5632)
+
+
 def test_the_longest_context_is_that_of_the_file(tmp_path: Path) -> None:
     model = read(tmp_path, LLAMA | {"max_position_embeddings": 131072})
     assert (model.seq_len, model.max_context) == (8192, 131072)

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import inspect
 import keyword
 import os
 import re
@@ -28,6 +29,8 @@ _ONLY_PRINTED = {
     *("stages", "notes", "pipeline_stage", "average", "report_cputime", "report_timestamps"),
     *("memory", "emit_tuner", "tuner_plugin"),
 }
+# Words of other tools.
+_OTHER_NAMES = dict.fromkeys(("gpus", "num_gpus", "ngpus", "world_size"), ("nproc", "gpus"))
 # A flag in a sentence, but none of a command that the sentence quotes.
 _FLAG = re.compile(r"`[^`]*`|\bstepmark [a-zA-Z][^;,]*|(?<![\w-])--([a-z][a-z0-9-]*)")
 
@@ -111,6 +114,18 @@ def spells_keywords(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def with_options(function: Callable[..., object], cls: type) -> inspect.Signature:
+    """Return the signature of a function with the options of a class, which others precede."""
+    own = inspect.signature(function)
+    *first, others = own.parameters.values()
+    keywords = [
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for option in _usable(cls)
+        if option.help
+    ]
+    return own.replace(parameters=[*first, *keywords, others])
+
+
 def keyword_of(name: str) -> str:
     """Return the keyword of a flag without its dashes; a word of Python has a _ at its end."""
     word = name.replace("-", "_")
@@ -151,7 +166,8 @@ def _hint(name: str, names: Mapping[str, Option], *, is_printed: bool) -> str:
         )
     if is_printed:
         return "it is for the command line; the object that is returned has rows() and show()"
-    near = difflib.get_close_matches(name, names, 3, 0.6)
+    others = [word for word in _OTHER_NAMES.get(name, ()) if word in names]
+    near = others or difflib.get_close_matches(name, names, 3, 0.6)
     if near:
         return f"it is no keyword here; did you mean {' or '.join(near)}?"
     return "it is no keyword here; options(VERB) lists those that are"
@@ -167,6 +183,8 @@ def _text_of(option: Option, name: str, value: object) -> object:
         return value
     if isinstance(value, bool):
         raise ConfigError(dashed(name), repr(value), f"a value ({option.metavar}), no switch")
+    if hasattr(value, "tolist"):  # arrays of numpy, columns of pandas
+        value = value.tolist()
     items = value if isinstance(value, list | tuple | range) else [value]
     for item in items:
         if not isinstance(item, str | Number | Enum | os.PathLike | list | tuple):

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.keywords import read, spells_keywords, with_options
 from stepmark.api.ledger import to_plotly
 from stepmark.api.model import Model
 from stepmark.api.prediction import Prediction
@@ -76,3 +76,7 @@ def plan(model: str | os.PathLike[str] | Model, **options: object) -> Plan:
     """
     own = read(PlanOptions, [model], options)
     return Plan(own, *core.plan(own))
+
+
+# For help and completion.
+plan.__signature__ = with_options(plan, PlanOptions)  # type: ignore[attr-defined]

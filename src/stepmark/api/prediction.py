@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import overload
 
-from stepmark.api.keywords import as_typed, names_of, spells_keywords, text
+from stepmark.api.keywords import as_typed, names_of, spells_keywords, text, with_options
 from stepmark.api.ledger import Ledger
 from stepmark.api.model import Model
 from stepmark.api.workload import Workload
@@ -17,6 +17,7 @@ from stepmark.predictions import prediction as core
 from stepmark.predictions.predict import Job, of_job
 from stepmark.predictions.predict_options import LISTED, PredictOptions
 from stepmark.predictions.prediction_grid import PredictionGrid
+from stepmark.step.workload import Workload as Program
 from stepmark.tables.table import Table
 from stepmark.workloads import workload_flags
 from stepmark.workloads.rules import find_rule
@@ -30,7 +31,8 @@ class Prediction(Table):
     where no errors are known. tokens_per_s, tokens_per_s_gpu: tokens per second of all GPUs and
     of one. mfu_pct, hfu_pct: model and hardware FLOPs utilization (causal) in percent.
     exposed_comm_s, bubble_s: seconds of communication that nothing hides, and of the pipeline's
-    bubble. ledger: the lines as a table with plot(). memory: of a rank, None where it is
+    bubble. ledger: the lines as a table with plot(); where stages wait for others, waiting is a
+    line, and the rest of exposed communication another. memory: of a rank, None where it is
     unknown: allocated_bytes, reserved_bytes, device_bytes, verdict, and fits: True, False, or
     None where it is close. notes: how far it is to be trusted. document: everything, as
     `stepmark predict --json` writes it. prediction: with the simulated step, whose
@@ -39,7 +41,8 @@ class Prediction(Table):
 
     def __init__(self, prediction: core.Prediction) -> None:
         """Keep a prediction."""
-        super().__init__(prediction.rows(), prediction_text.LEDGER_COLUMNS)
+        rows = core.ledger_rows(map(core.with_waiting, prediction.step.ledgers))
+        super().__init__(rows, prediction_text.LEDGER_COLUMNS)
         self.step_s = prediction.step_s
         self.is_lower_bound = prediction.is_lower_bound
         self.memory = prediction.memory
@@ -79,19 +82,27 @@ class Prediction(Table):
 class Predictions(Table):
     """Predicted steps of all combinations of lists. Its rows are those of the combinations.
 
+    Columns end in their unit: step_s, interval_low_s, interval_high_s, comm_s, exposed_comm_s,
+    contention_s, bubble_s, tokens_per_s_gpu, mfu_pct, allocated_bytes, reserved_bytes, ...
     The best is first: by whether its memory fits, then by tokens/s of a GPU, or with prices of
     several devices by cost. best: the first row; None where none fits. refused: combinations
     that no step can have, with the reason. notes: how far rows are to be trusted, each with
     the number of rows.
     """
 
-    def __init__(self, grid: PredictionGrid) -> None:
+    def __init__(self, grid: PredictionGrid, workload: Program | None = None) -> None:
         """Keep the predictions of a grid."""
         super().__init__(grid.rows, grid.columns)
         self.best = grid.best
         self.refused = Table(grid.refused)
         self.notes = grid.notes
         self._grid = grid
+        self._workload = workload
+
+    @spells_keywords
+    def predict(self, number: int = 0) -> Prediction:
+        """Predict the combination of a row. Raises IndexError where there is no such row."""
+        return Prediction(of_job(self._grid.jobs[number], self._workload))
 
     def show(self) -> None:
         """Print what `stepmark predict` prints."""
@@ -142,8 +153,12 @@ def predict(
         workload_flags.refuse_other_framework(name)
     grid = read_grid(cls, as_typed(cls, words, options), LISTED)
     if grid.axes:
-        return Predictions(prediction_grid.predict_grid(grid, workload=workload))
+        return Predictions(prediction_grid.predict_grid(grid, workload=workload), workload)
     return Prediction(of_job(grid.options, workload))
+
+
+# For help and completion.
+predict.__signature__ = with_options(predict, PredictOptions)  # type: ignore[attr-defined]
 
 
 def _options_class(words: Sequence[object], options: Mapping[str, object]) -> type[Job]:

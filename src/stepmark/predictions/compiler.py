@@ -12,7 +12,7 @@ from typing import NamedTuple
 from stepmark.cases.message import SEND
 from stepmark.predictions.free_steps import FreeSteps
 from stepmark.predictions.program import Program
-from stepmark.predictions.regions import Region, expanded, with_items
+from stepmark.predictions.regions import Region, expanded
 from stepmark.predictions.step_events import Lane, Simulator
 from stepmark.predictions.works import Call, Clock, Part, Placed, Segment
 from stepmark.step.workload import (
@@ -268,7 +268,7 @@ class Compiler:
 
         def run_alone() -> Lane:
             free.record(lane, 0)
-            return with_items(lane)
+            return lane
 
         return Region(placed, lane.ends[0], run_alone)
 

@@ -45,7 +45,23 @@ Job = PredictOptions | FrameworkJob
 
 def run(job: Job) -> int:
     """Predict, print, write files. Returns the exit code."""
-    return _delivered(job, of_job(job))
+    prediction = of_job(job)
+    job.check_stdout()
+    document = prediction.document()
+    write_files(job, "prediction", document, document["ledger"])
+    if job.timeline:
+        events = prediction.step.timeline().perfetto()
+        write_json(events, job.timeline, "timeline", "timeline")
+    if job.html:
+        from stepmark.predictions.prediction_page import page  # noqa: PLC0415 - numpy
+
+        write_text(job.html, page(prediction, document).html(), "html")
+    if not job.to_stdout:
+        text = prediction_text.lines(
+            prediction, document, all_stages=job.stages, all_notes=job.notes
+        )
+        print_text(text)
+    return 0
 
 
 def of_job(
@@ -67,26 +83,6 @@ def of_job(
         workload = framework_job.workload_of(job, make)
     prediction = _predicted(framework_job.basis_of(job), workload, anchored)
     return replace(prediction, notes=(*prediction.notes, *framework_job.file_notes(job)))
-
-
-def _delivered(options: Job, prediction: Prediction) -> int:
-    """Print a prediction and write its files."""
-    options.check_stdout()
-    document = prediction.document()
-    write_files(options, "prediction", document, document["ledger"])
-    if options.timeline:
-        events = prediction.step.timeline().perfetto()
-        write_json(events, options.timeline, "timeline", "timeline")
-    if options.html:
-        from stepmark.predictions.prediction_page import page  # noqa: PLC0415 - numpy
-
-        write_text(options.html, page(prediction, document).html(), "html")
-    if not options.to_stdout:
-        text = prediction_text.lines(
-            prediction, document, all_stages=options.stages, all_notes=options.notes
-        )
-        print_text(text)
-    return 0
 
 
 def _predicted(

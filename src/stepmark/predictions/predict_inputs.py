@@ -280,12 +280,12 @@ def _workload_file(options: PredictOptions) -> str | None:
 
 def _of_workload(options: PredictOptions, workload: Workload | None, name: str) -> Inputs:
     """Return the inputs of a workload; None: it is read from the file of this name."""
+    workload = workload or workload_files.read(name)  # first of all whether it is one
     given = {**given_options(options), "gbs": options.gbs, "from_run": options.from_run}
     for option, value in given.items():
         if option != "models" and value is not None:
             allowed = "left out: a workload file says what its step is"
             raise ConfigError(option, "given", allowed)
-    workload = workload or workload_files.read(name)
     if not workload.stages:
         allowed = "a workload with the operations of a step"
         raise ConfigError("workload", name or workload.name, allowed)

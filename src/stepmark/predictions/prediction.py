@@ -8,6 +8,7 @@ from typing import Any
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.train_words import techniques
 from stepmark.ground.units import TFLOP
+from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.predictions.factors import Anchored
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.interval import Interval
@@ -20,12 +21,19 @@ from stepmark.step.workload_stages import missing_pipeline
 from stepmark.step_memory import memory, workload_memory
 from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.tables.columns import Row
-from stepmark.timeline.ledger import CONTENTION, TRANSFER, WAITING, Group, Idle, Ledger
+from stepmark.timeline.ledger import (
+    CONTENTION,
+    CRITICAL,
+    TRANSFER,
+    WAITING,
+    Group,
+    Idle,
+    Ledger,
+)
 from stepmark.timeline.step_cost import Source
 
 HOST = "the host"
 DEVICE = "the device"
-EXPOSED = "exposed communication"
 _CLOSE_MEMORY = Note.of(  # docs/prediction.md
     Topic.MEMORY,
     "memory may run out, and torch's allocator then frees its cache in every step: "
@@ -161,22 +169,6 @@ class Prediction:
             verdict = memory.CLOSE
         return replace(estimated, verdict=verdict)
 
-    def rows(self) -> list[Row]:
-        """Return the lines of the ledgers, which add up to the step of each stage."""
-        return [
-            {
-                "stage": stage,
-                "group": str(group),
-                "line": str(name),
-                "time_ns": time_ns,
-                "share_pct": 100 * time_ns / ledger.window_ns if ledger.window_ns else None,
-            }
-            for stage, ledger in enumerate(self.step.ledgers)
-            for (group, name), time_ns in sorted(
-                ledger.lines.items(), key=lambda line: (_ORDER[line[0][0]], -line[1])
-            )
-        ]
-
     def part_rows(self) -> list[Row]:
         """Return parts of lines by stage, such as the waiting in exposed communication."""
         return [
@@ -207,7 +199,7 @@ class Prediction:
             "memory": self.memory and asdict(self.memory),
             "measured": self.measured and self._measured_document(self.measured),
             "sources_s": {str(source): time_s for source, time_s in self.sources.items()},
-            "ledger": self.rows(),
+            "ledger": ledger_rows(self.step.ledgers),
             "ledger_parts": self.part_rows(),
             "notes": [*self.all_notes],
         }
@@ -291,11 +283,15 @@ def _rows_of(stages: Iterable[RankMemory]) -> tuple[Mapping[str, int], ...]:
 
 
 def shares_pct(ledger: Ledger) -> dict[str, float]:
-    """Return what the step waits for with its share, the largest first; they add up to 100."""
+    """Return what the step waits for with its share, the largest first; they add up to 100.
+
+    Compute under communication counts for what is on the critical path of the step.
+    """
     waiting_ns = ledger.within.get(WAITING, 0)
+    hidden_ns = ledger.within.get(CRITICAL, 0)
     causes = {
-        "computation": ledger.total(Group.COMPUTE) + ledger.total(Group.OVERLAPPED),
-        EXPOSED: ledger.total(Group.COMM) - waiting_ns,
+        "computation": ledger.total(Group.COMPUTE) + ledger.total(Group.OVERLAPPED) - hidden_ns,
+        COMMUNICATION: ledger.total(Group.COMM) - waiting_ns + hidden_ns,
         "the pipeline bubble": waiting_ns + ledger.lines.get((Group.IDLE, Idle.RANK), 0),
         HOST: ledger.lines.get((Group.IDLE, Idle.HOST), 0),
         "launch gaps": ledger.lines.get((Group.IDLE, Idle.LAUNCH_GAP), 0),
@@ -303,6 +299,37 @@ def shares_pct(ledger: Ledger) -> dict[str, float]:
     }
     ordered = sorted(causes.items(), key=lambda cause: -cause[1])
     return {name: 100 * time_ns / ledger.window_ns for name, time_ns in ordered if time_ns}
+
+
+def ledger_rows(ledgers: Iterable[Ledger]) -> list[Row]:
+    """Return the lines, which add up to the step of each stage, by group, the largest first."""
+    return [
+        {
+            "stage": stage,
+            "group": str(group),
+            "line": str(name),
+            "time_ns": time_ns,
+            "share_pct": 100 * time_ns / ledger.window_ns if ledger.window_ns else None,
+        }
+        for stage, ledger in enumerate(ledgers)
+        for (group, name), time_ns in sorted(
+            ledger.lines.items(), key=lambda line: (_ORDER[line[0][0]], -line[1])
+        )
+    ]
+
+
+def with_waiting(own: Ledger) -> Ledger:
+    """Return a ledger with waiting as a line of its own, as the answer has the bubble.
+
+    Messages of a pipeline contain it, and would look slow.
+    """
+    waiting_ns = own.within.get(WAITING, 0)
+    if not waiting_ns:
+        return own
+    lines = {line: time_ns for line, time_ns in own.lines.items() if line[0] is not Group.COMM}
+    lines[Group.COMM, COMMUNICATION] = own.total(Group.COMM) - waiting_ns
+    lines[Group.IDLE, WAITING] = waiting_ns
+    return Ledger(window_ns=own.window_ns, lines=lines)
 
 
 def ledgers_of(document: Mapping[str, Any]) -> tuple[Ledger, ...]:

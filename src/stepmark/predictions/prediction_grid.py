@@ -14,6 +14,7 @@ from stepmark.ground.units import GIB, format_bytes, format_time
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.device import find_device_by_alias, unknown_device
+from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.model.systems import find_system
 from stepmark.predictions.anchored_steps import columns_of
 from stepmark.predictions.framework_job import generated
@@ -35,14 +36,22 @@ _MOST_ROWS = 40
 # Figures of a prediction's document that are in a row as they are.
 _FIGURES = (
     *("name", "num_ranks", "tokens", "seq_len", "network", "step_s", "is_lower_bound"),
-    *("tokens_per_s", "tokens_per_s_gpu", "mfu_pct", "hfu_pct", "tflops", "comm_s"),
-    *("exposed_comm_s", "bubble_s", "power_w", "clock_hz", "energy_per_token_j"),
+    *("tokens_per_s", "tokens_per_s_gpu", "mfu_pct", "hfu_pct", "tflops", "mbs", "techniques"),
+    *(
+        "comm_s",
+        "exposed_comm_s",
+        "contention_s",
+        "bubble_s",
+        "power_w",
+        "clock_hz",
+        "energy_per_token_j",
+    ),
     *("run_tokens", "days", "gpu_hours", "gpu_hour_price", "cost"),
 )
 # What the console calls that for which a step waits.
 _LIMITS = {
     "computation": "compute",
-    "exposed communication": "comm",
+    COMMUNICATION: "comm",
     "the pipeline bubble": "bubble",
     "the host": "host",
 }
@@ -54,11 +63,14 @@ _VERDICTS = ("fits", "close", "does not fit")
 class PredictionGrid:
     """Rows, the best first, and the combinations that are refused.
 
-    refused: the axes of each, with its reason. notes: on rows, with the number of rows.
+    jobs: of the rows. is_by_cost: the cheapest is first. refused: the axes of each, with its
+    reason. notes: on rows, with the number of rows.
     """
 
     axes: Sequence[Axis]
     rows: Sequence[Row]
+    jobs: Sequence[Job]
+    is_by_cost: bool
     refused: Sequence[Row]
     notes: Mapping[str, int]
 
@@ -67,10 +79,6 @@ class PredictionGrid:
         """The first row, unless none fits."""
         first = self.rows[0]
         return None if first["verdict"] == "does not fit" else first
-
-    @property
-    def is_by_cost(self) -> bool:
-        return _is_by_cost(self.axes, self.rows)
 
     def place(self, row: Row) -> str:
         """Return the combination of a row, as words."""
@@ -155,7 +163,7 @@ def predict_grid(
     Raises ConfigError where no combination is a step.
     """
     _check(grid)
-    rows: list[Row] = []
+    predicted: list[tuple[Row, Job]] = []
     refused: list[Row] = []
     errors: list[ConfigError] = []
     notes = Counter[str]()
@@ -172,16 +180,24 @@ def predict_grid(
                 errors.append(error)
                 refused.append({**place, "reason": str(spell(error))})
                 continue
-            rows.append({**row_of(prediction.figures()), **place})
+            predicted.append(({**row_of(prediction.figures()), **place}, job))
             notes.update(dict.fromkeys(prediction.all_notes, 1))
-    if not rows:
+    if not predicted:
         raise errors[0]
     if anchored:
         doubts = noted(Topic.CALIBRATION, anchored.notes)
-        notes.update(dict.fromkeys(doubts, len(rows)))
-    is_by_cost = _is_by_cost(grid.axes, rows)
-    rows.sort(key=lambda row: _order(row, is_by_cost=is_by_cost))
-    return PredictionGrid(axes=grid.axes, rows=rows, refused=refused, notes=notes)
+        notes.update(dict.fromkeys(doubts, len(predicted)))
+    is_by_cost = _is_by_cost(grid.axes, [row for row, _ in predicted])
+    predicted.sort(key=lambda own: _order(own[0], is_by_cost=is_by_cost))
+    rows, jobs = zip(*predicted, strict=True)
+    return PredictionGrid(
+        axes=grid.axes,
+        rows=rows,
+        jobs=jobs,
+        is_by_cost=is_by_cost,
+        refused=refused,
+        notes=notes,
+    )
 
 
 def _check(grid: Grid[Job]) -> None:
@@ -285,6 +301,8 @@ def _common(rows: Sequence[Row]) -> Iterator[str]:
     num_ranks = common("num_ranks")
     step = ["1 rank" if num_ranks == 1 else f"{num_ranks} ranks"] if num_ranks else []
     step += [f"{common('tokens'):,} tokens a step"] if common("tokens") else []
+    if all(row["tokens"] for row in rows) and not common("tokens"):
+        step += ["rows differ in tokens a step: compare tokens/s/GPU"]
     step += [f"seq {common('seq_len')}"] if common("seq_len") else []
     if step:
         yield f"step: {', '.join(step)}"
@@ -295,7 +313,10 @@ def _common(rows: Sequence[Row]) -> Iterator[str]:
         price = common("gpu_hour_price")
         yield f"{text}, at {price:g} a GPU hour" if price else text
     if any(_bytes(row) for row in rows):
-        yield "memory: GiB of the fullest rank, and whether they fit into its device"
+        yield (
+            "memory: GiB that the fullest rank reserves, and whether they fit into its device"
+            " with what CUDA and NCCL need"
+        )
 
 
 def _refusals(refused: Sequence[Row]) -> Iterator[str]:

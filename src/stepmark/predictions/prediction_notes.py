@@ -68,9 +68,10 @@ def _model_notes(inputs: Inputs) -> Iterator[str]:
             f" {100 * share:.3g} % of the weights that a token meets: FLOPs and MFU count them"
         )
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)
-    yield from (
-        f"of the file: {note}" for note in of_file if note not in (*assumed, *unmodelled)
-    )
+    known = (*assumed, *unmodelled)
+    yield from (f"of the file: {note}" for note in of_file if note not in known)
+    if len(workload.stages) > 1 and not of_file:  # such as the layers of each stage
+        yield from (note for note in workload.notes if note not in known)
 
 
 def _length_note(model: ModelConfig | None) -> Iterator[str]:
@@ -101,7 +102,8 @@ def by_sheet(device: DeviceSpec) -> str:
     like = kernel_times(device).like
     if like is None:
         return (
-            f"by shares of the peak that AMD's devices reach, for want of any of {device.key}"
+            f"by shares of the peak that {device.vendor.upper()}'s devices reach,"
+            f" because no operator was measured on {device.key}"
         )
     text = f"by operators that were measured sustained on {like.key}"
     return text if like is device else f"{text}, with {device.key}'s peak and bandwidth"
@@ -113,11 +115,13 @@ def _source_notes(prediction: Prediction) -> Iterator[Note]:
     total = sum(sources.values())
     device = prediction.inputs.device
     sheet = by_sheet(device) if device else ""
+    like = kernel_times(device).like if device else None
+    rule = f"by rules for operators that were not measured on {like.key}" if like else sheet
     texts = {
         Source.SCALED: (Topic.RULES, "is scaled from other shapes"),
         Source.OPERATOR: (Topic.RULES, "is that of operators measured by themselves"),
         Source.SHEET: (Topic.ORIGIN, f"is {sheet}"),
-        Source.RULE: (Topic.RULES, f"is {sheet}, by a rule where none was"),
+        Source.RULE: (Topic.RULES, f"is {rule}"),
         Source.FILE: (Topic.ORIGIN, "is the workload file's own"),
     }
     for source, (topic, text) in texts.items():

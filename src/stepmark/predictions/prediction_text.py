@@ -5,17 +5,16 @@ from operator import itemgetter
 from typing import Any
 
 from stepmark.ground.units import format_bytes, format_time, ranks_text, with_one_unit
-from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.model.model_tables import params_text
 from stepmark.predictions import measured_step
 from stepmark.predictions.interval import Interval
 from stepmark.predictions.note import MOST_NOTES, note_lines, topic_of
-from stepmark.predictions.prediction import HOST, Prediction
+from stepmark.predictions.prediction import HOST, Prediction, with_waiting
 from stepmark.predictions.simulation import SteadyStep
 from stepmark.predictions.training_run import run_text
 from stepmark.tables.columns import BYTES, MS, NO_HEADING, PERCENT, digits, given
 from stepmark.tables.table import Table
-from stepmark.timeline.ledger import TRANSFER, WAITING, Group, Ledger
+from stepmark.timeline.ledger import TRANSFER, Ledger
 from stepmark.timeline.ledger_rows import lines_of_one
 from stepmark.timeline.ledger_text import differences
 
@@ -118,6 +117,8 @@ def fit_text(
         return f"{format_bytes(num_bytes)} {kind}"
     words = {"fits": "fits", "close": "may not fit", "does not fit": "DOES NOT FIT"}
     sizes = with_one_unit(format_bytes(num_bytes), "of", format_bytes(device_bytes))
+    if verdict == "does not fit" and num_bytes <= device_bytes:
+        kind += "; CUDA and NCCL need more"
     return f"{words[verdict]} ({sizes} {kind})"
 
 
@@ -139,8 +140,12 @@ def _assumptions(prediction: Prediction, document: Mapping[str, Any]) -> Iterato
         yield f"network {name} ({about})" if about else f"network {name}"
     if prediction.interval and prediction.interval.is_known:
         yield str(prediction.interval)
-    if model := prediction.inputs.workload.model:
+    if model := inputs.workload.model:
         yield params_text(model)
+        if moe := model.moe:
+            imbalance = inputs.workload.settings.get("imbalance")
+            load = f"imbalance {imbalance:g}" if imbalance else "even routing"
+            yield f"top {moe.top_k} of {moe.num_experts} experts ({load})"
     if document["tokens"]:
         yield f"{document['tokens']:,} tokens a step"
         yield from _shape_words(document)
@@ -156,30 +161,16 @@ def in_width(line: str, indent: str) -> Iterator[str]:
 
 def _slowest_stage(step: SteadyStep) -> Iterator[str]:
     """Yield the ledger of the stage that the figures are of, and which stages are alike."""
-    slowest = _with_waiting(step.ledger)
+    slowest = with_waiting(step.ledger)
     where = ""
     if len(step.ledgers) > 1:
-        ledgers = map(_with_waiting, step.ledgers)
+        ledgers = map(with_waiting, step.ledgers)
         alike = [stage for stage, own in enumerate(ledgers) if _is_alike(own, slowest)]
         stages = ranks_text(alike).replace("rank", "stage")
         where = f" in {stages}, the slowest of {len(step.ledgers)}"
         if len(alike) == len(step.ledgers):
             where = " in each stage"
     yield from lines_of_one(slowest, where)
-
-
-def _with_waiting(own: Ledger) -> Ledger:
-    """Return a ledger with waiting as a line of its own, as the answer has the bubble.
-
-    Messages of a pipeline contain it, and would look slow.
-    """
-    waiting_ns = own.within.get(WAITING, 0)
-    if not waiting_ns:
-        return own
-    lines = {line: time_ns for line, time_ns in own.lines.items() if line[0] is not Group.COMM}
-    lines[Group.COMM, COMMUNICATION] = own.total(Group.COMM) - waiting_ns
-    lines[Group.IDLE, WAITING] = waiting_ns
-    return Ledger(window_ns=own.window_ns, lines=lines)
 
 
 def _is_alike(one: Ledger, other: Ledger) -> bool:

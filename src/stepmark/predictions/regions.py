@@ -41,9 +41,14 @@ class Region(Segment):
         self.computed_s = sum(work.computed_s for work in works if isinstance(work, Segment))
 
     @cached_property
+    def alone(self) -> Lane:
+        """The stage that has run the items alone."""
+        return self._run_alone()
+
+    @cached_property
     def lane(self) -> Lane:
         """The stage that has run the expanded items alone."""
-        return self._run_alone()
+        return with_items(self.alone)
 
 
 def expanded(placed: Placed) -> Iterator[Placed]:

@@ -22,7 +22,8 @@ from stepmark.ground.grouping import group_by
 from stepmark.model.device import DeviceSpec, load_devices
 from stepmark.predictions.interval import Interval, signed_interval
 from stepmark.predictions.note import Note, Topic
-from stepmark.predictions.prediction import EXPOSED, HOST, Prediction, shares_pct
+from stepmark.predictions.prediction import HOST, Prediction
+from stepmark.timeline.ledger import TRANSFER, Group
 from stepmark.timeline.step_cost import Source
 from stepmark.workloads.rules import RULES
 
@@ -64,7 +65,7 @@ def traits_of(prediction: Prediction) -> Traits:
     if step.is_host_bound:
         waits_for = HOST
     else:
-        waits_for = _range_of(shares_pct(step.ledger).get(EXPOSED, 0.0))
+        waits_for = _range_of(100 * step.part_s(TRANSFER) / step.step_s)
     name = prediction.inputs.workload.rules
     framework = RULES[name].module.partition(".")[0] if name in RULES else name
     return waits_for, framework
@@ -79,7 +80,7 @@ def _range_of(exposed_pct: float) -> str:
         share = f"{least} to {most} %"
     else:
         share = f"over {most} %"
-    return f"{share} {EXPOSED}"
+    return f"{share} {Group.COMM}"
 
 
 def errors_like(

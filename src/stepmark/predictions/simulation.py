@@ -17,7 +17,7 @@ from stepmark.predictions.compiler import Compiler
 from stepmark.predictions.free_steps import FreeSteps, is_serial
 from stepmark.predictions.program import Program
 from stepmark.predictions.regions import Region, met, with_items
-from stepmark.predictions.stage_times import seconds_of, spans
+from stepmark.predictions.stage_times import critical_messages, seconds_of, spans
 from stepmark.predictions.step_events import MOST_STEPS, Lane, Simulator, Step
 from stepmark.predictions.works import Call, Clock, Segment
 from stepmark.step.workload import Workload
@@ -328,10 +328,11 @@ class SteadyStep:
         """
         whole_s = self.step_s - self.num_omitted * self.period_s
         recorded = self._recorded(lane)
-        lines, within, moved_s = seconds_of(recorded, lane.ends[self.number], whole_s)
+        path = [*critical_messages(lane, self.number, self.start(lane))]
+        lines, within, moved_s = seconds_of(recorded, lane.ends[self.number], whole_s, path)
         if self.num_omitted:
             end = _main_end(lane, self.number, -1)
-            more, more_within, more_moved_s = seconds_of(recorded, end, self.period_s)
+            more, more_within, more_moved_s = seconds_of(recorded, end, self.period_s, path)
             for line, time_s in more.items():
                 lines[line] = lines.get(line, 0.0) + self.num_omitted * time_s
             for name, time_s in more_within.items():

@@ -4,18 +4,22 @@ Lines are a sum over the items of the stage, which calls of communication cut.
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
 from stepmark.model.kernel_groups import COMMUNICATION
+from stepmark.predictions.program import Program
+from stepmark.predictions.regions import Region
 from stepmark.predictions.step_events import Lane
 from stepmark.predictions.works import Busy, Call, Segment, is_compute
 from stepmark.step.workload import COMPUTE, CommOp, Operation
 from stepmark.timeline.ledger import (
     CONTENTION,
+    CRITICAL,
     RECOMPUTED,
     TRANSFER,
     WAITING,
@@ -27,6 +31,7 @@ from stepmark.timeline.ledger import (
 from stepmark.timeline.timeline import LEFT_OUT, Span
 
 _NS = 1e9
+_SAME = 1e-9  # of a step: times that differ less are equal
 
 
 class _Cover(NamedTuple):
@@ -39,11 +44,12 @@ class _Cover(NamedTuple):
 
 
 def seconds_of(
-    lane: Lane, end: float, length_s: float
+    lane: Lane, end: float, length_s: float, critical: Sequence[tuple[float, float]]
 ) -> tuple[dict[Line, float], dict[str, float], float]:
     """Return the seconds of a stage's window by line, of what is within, and of messages.
 
-    end: of the window. What is left of the window is idle.
+    end: of the window. What is left of the window is idle. critical: when messages on the
+    critical path move.
     """
     start = end - length_s
     busy = _serial([each for each in lane.busy if each.end > start and each.start < end])
@@ -52,6 +58,7 @@ def seconds_of(
     moves = _covers([(*times, TRANSFER) for times in lane.transferred], start, end)
     hidden = _under(calls, busy)
     moving = _under(moves, busy)
+    awaited = _under(_covers([(*times, CRITICAL) for times in critical], start, end), busy)
     contention_s = sum(each.extra_s for each in busy)
     lines = defaultdict[Line, float](float)
     recomputed_s = 0.0
@@ -66,13 +73,63 @@ def seconds_of(
     for call in calls:
         lines[Group.COMM, call.name] += call.end - call.start
     moved_s = sum(move.end - move.start for move in moves)
-    computed_s = sum(time_s for (_, work, _), time_s in moving.items() if is_compute(work))
     within = {
         CONTENTION: contention_s,
         RECOMPUTED: recomputed_s,
-        TRANSFER: moved_s - computed_s,
+        CRITICAL: _computed_s(awaited),
+        TRANSFER: moved_s - _computed_s(moving),
     }
     return lines, within, moved_s
+
+
+def _computed_s(times: Mapping[tuple[str, Work | Idle, bool], float]) -> float:
+    return sum(time_s for (_, work, _), time_s in times.items() if is_compute(work))
+
+
+def critical_messages(lane: Lane, number: int, since: float) -> Iterator[tuple[float, float]]:
+    """Yield when messages on the critical path of a step move, the latest first.
+
+    since: the time back to which the path is followed. From the last computation it goes back
+    to what ended last of all that an item waits for: the item before on its stream, items of
+    other streams, and those of the step before. It ends at one that waits for its host, which
+    is busy until then; the delays of other stages are no part of it.
+    """
+    program = lane.program
+    tolerance = _SAME * (lane.ends[number] - since)
+    path = [(lane.ends[number], number, program.queues[0][-1])]
+    while path and path[0][0] > since:
+        end, number, item = path[0]
+        work = program.works[item]
+        start = lane.steps[number].starts[item]
+        if isinstance(work, Call):
+            yield lane.moved.get((number, item), start), end
+        elif isinstance(work, Region):
+            inside = critical_messages(work.alone, 0, since - start)
+            yield from ((start + begin, start + stop) for begin, stop in inside)
+        ends = [
+            (lane.steps[step].ends[dep], step, dep)
+            for step, dep in _awaited(program, number, item)
+        ]
+        latest = max((end for end, _, _ in ends), default=start)
+        # Of what ends at once, computation: then a faster message shortens nothing.
+        last = [
+            (program.streams[dep] == 0, step, dep, end)
+            for end, step, dep in ends
+            if end >= latest - tolerance and not (lane.has_host and start > latest)
+        ]
+        path = [(end, step, dep) for _, step, dep, end in sorted(last)[-1:]]
+
+
+def _awaited(program: Program, step: int, item: int) -> list[tuple[int, int]]:
+    """Return the steps and items that an item waits for."""
+    queue = program.queues[program.streams[item]]
+    place = bisect_left(queue, item)
+    awaited = [(step, dep) for dep in (*program.deps[item], *queue[place - 1 : place])]
+    if step:
+        ends = () if place else (queue[-1], program.queues[0][-1])
+        later = (dep for dep, items in program.next_dependents.items() if item in items)
+        awaited += [(step - 1, dep) for dep in (*ends, *later)]
+    return awaited
 
 
 def _line(work: Work | Idle) -> Line:

@@ -103,6 +103,8 @@ Line = tuple[Group, str]
 # Names of `Ledger.within`.
 RECOMPUTED = "recomputed"  # of compute
 CONTENTION = "contention"  # of compute under communication
+# of compute under communication: while the step waits for these messages, not for the compute
+CRITICAL = "under critical communication"
 # of exposed communication
 TRANSFER = "transfer"
 WAITING = "waiting for other ranks"

@@ -238,6 +238,8 @@ def sniff(path: Path) -> str:
         if all(mark in head for mark in marks):
             what = name
             break
+    if b'"hidden_size"' in head and b'"model_type"' not in head:
+        what = "a model's config without `model_type`, which names its family"
     if _is_trace(head):
         what = f"a profiler trace ({_OF_TRACES})"
     allowed = f"a workload in one of these: {', '.join(readable)}; this is {what}"

@@ -35,6 +35,8 @@ _EXPERTS = ("num_local_experts", "n_routed_experts", "moe_num_experts")
 _SIZES = (
     *("num_key_value_heads", "intermediate_size", "vocab_size", "num_experts"),
     *("num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
 )
 _TEXT = "text_config"
 

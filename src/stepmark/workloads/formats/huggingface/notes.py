@@ -4,7 +4,7 @@ Keys are those of `transformers` and of published configs. A key with a value th
 off (null, false, 0, empty) has no effect, whatever it is.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Set
 
 from stepmark.step.source_file import one_line
 
@@ -25,6 +25,8 @@ def _is_used_window(value: object, config: Config) -> bool:
     return bool(value) and config.get("use_sliding_window", not is_qwen) is not False
 
 
+_IGNORED = "transformers ignores it in this family"
+_SHARED_EXPERTS = ("shared_expert_intermediate_size", "num_shared_experts", "n_shared_experts")
 # What the step lacks, and whether a value has the effect; nothing for most: any value has.
 _EFFECTS: dict[str, tuple[str, _Test]] = {
     **dict.fromkeys(
@@ -83,10 +85,7 @@ _EFFECTS: dict[str, tuple[str, _Test]] = {
             lambda value, config: isinstance(value, list) and any(value),
         ),
     ),
-    **dict.fromkeys(
-        ("shared_expert_intermediate_size", "num_shared_experts", "n_shared_experts"),
-        ("shared experts are left out", _is_set),
-    ),
+    **dict.fromkeys(_SHARED_EXPERTS, ("shared experts are left out", _is_set)),
     **dict.fromkeys(
         ("shared_expert_gate", "use_shared_expert_gate"),
         ("shared experts have no gate", _is_set),
@@ -98,9 +97,7 @@ _EFFECTS: dict[str, tuple[str, _Test]] = {
         ),
         ("dropout is left out", _is_set),
     ),
-    **dict.fromkeys(
-        ("attention_bias", "mlp_bias"), ("transformers ignores it in this family", _is_set)
-    ),
+    **dict.fromkeys(("attention_bias", "mlp_bias"), (_IGNORED, _is_set)),
     **dict.fromkeys(("qk_norm", "use_qk_norm"), ("queries and keys are not normed", _is_set)),
     **dict.fromkeys(
         (
@@ -156,7 +153,7 @@ _WITHOUT_EFFECT = frozenset(_NAMES.split())
 _MOST = 20  # unknown keys in a note
 
 
-def unmodelled(config: Config, modelled: Collection[str]) -> list[str]:
+def unmodelled(config: Config, modelled: Set[str]) -> list[str]:
     """Return notes on keys with an effect that the model lacks, and one on unknown keys.
 
     modelled: the keys that are read.
@@ -168,6 +165,8 @@ def unmodelled(config: Config, modelled: Collection[str]) -> list[str]:
             continue
         if key in _EFFECTS:
             what, has_effect = _EFFECTS[key]
+            if key in _SHARED_EXPERTS and not modelled.isdisjoint(_SHARED_EXPERTS):
+                what = _IGNORED  # the family has shared experts, by another key
             if value is not None and has_effect(value, config):
                 lacks.setdefault(what, []).append(f"{key} ({one_line(value)})")
         elif key not in _WITHOUT_EFFECT and value:

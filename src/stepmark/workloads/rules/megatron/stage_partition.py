@@ -71,8 +71,8 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
             notes = (
                 f"{total} layers + embedding + head = {pp} stages x {chunks} chunks"
                 f" x {(total + 2) // places}: embedding and head take a layer's place each"
-                " (account_for_embedding_in_pipeline_split and"
-                " account_for_loss_in_pipeline_split)",
+                "; Megatron-LM refuses this without account_for_embedding_in_pipeline_split"
+                " and account_for_loss_in_pipeline_split",
             )
         counted = total + embedding + loss
         last = 0 if embedding or loss else _last_stage(total, pp, chunks)
@@ -82,7 +82,8 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
             )
             notes = (
                 f"{total} layers do not divide by {pp} stages: the last stage has {last},"
-                f" the others {sum(sizes[0])} each (--{_LAST} {last})".replace("_", "-"),
+                f" the others {sum(sizes[0])} each; Megatron-LM refuses this without"
+                f" --{_LAST} {last}".replace("_", "-"),
             )
         elif counted % places:
             counts_an_end = embedding or loss
@@ -92,8 +93,8 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
             sizes = [by_chunk[stage::pp] for stage in range(pp)]
             notes = (
                 f"{total} layers do not divide by {pp} stages x {chunks} chunks: a chunk has"
-                f" {by_chunk[1]}, the first {by_chunk[0]}, the last {by_chunk[-1]}"
-                f" (--pipeline-model-parallel-layout '{written(by_chunk)}')",
+                f" {by_chunk[1]}, the first {by_chunk[0]}, the last {by_chunk[-1]}; Megatron-LM"
+                f" refuses this without --pipeline-model-parallel-layout '{written(by_chunk)}'",
             )
         else:
             sizes = [[counted // places] * chunks for _ in range(pp)]
@@ -160,6 +161,9 @@ def _numbered(sizes: list[list[int]], num_mtp: int) -> tuple[tuple[Chunk, ...], 
 
 
 def _allowed(total: int, pp: int, chunks: int) -> str:
+    if pp * chunks > total + 2:
+        most = (total + 2) // chunks
+        return f"at most {most} with vpp {chunks}: {total} layers, embedding, head"
     fits = [pp for pp in range(1, total + 1) if total % (pp * chunks) == 0]
     with_ends = [pp for pp in range(2, total + 3) if (total + 2) % (pp * chunks) == 0]
     words = f"a number whose product with vpp ({chunks}) divides {total} layers"
