@@ -209,9 +209,9 @@ def test_a_dry_run_has_the_time_and_the_limit_of_each_product(
     assert status(["op", "all", *words, "--dry-run", "--json", str(table)]) == 0
     out, err = capsys.readouterr()
     assert "predicted times are by operators that were measured sustained on h100-sxm" in err
-    assert re.search(r"qkv fwd +8192x6144x4096 +32 +416.7 us +642 us +2.6 %", out)
+    assert re.search(r"qkv fwd +8192x6144x4096 +32 +416.7 us +642 us +2.4 %", out)
     rows = {(row["role"], row["pass"]): row for row in json.loads(table.read_text())}
-    assert {row["bound"] for row in rows.values()} == {"compute", None}
+    assert {row["bound"] for row in rows.values()} == {"compute", "memory", None}
     events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
     spans = [e for e in events if e["cat"] == "matmul"]  # without casts of weights
     times_us = {(e["args"]["module"], e["args"]["phase"]): e["dur"] for e in spans}
@@ -223,7 +223,7 @@ def test_a_dry_run_has_the_time_and_the_limit_of_each_product(
             assert row["predicted_s"] * 1e6 == pytest.approx(time_us, abs=2e-3)
             rate = row["flops"] / row["predicted_s"] / 1e12
             assert row["predicted_tflops"] == pytest.approx(rate)
-    assert rows["rope", "fwd"]["predicted_s"] is None
+    assert rows["rope", "fwd"]["predicted_s"] > rows["rope", "fwd"]["least_s"]
     few = ["--m", "16", "--n", "8192", "--k", "8192", "--device", "h100-sxm", "--dry-run"]
     assert status(["op", "gemm", *few]) == 0
     last = capsys.readouterr().out.split("\n")[-2]
