@@ -94,6 +94,7 @@ def test_the_bars_of_a_ledger_add_up_to_its_step(prediction: sm.Prediction) -> N
 
 def test_figures_of_a_plan_are_those_of_its_best_layout() -> None:
     options = {"gbs": 64, "device": "h200", "jobs": 1, "framework": "pytorch"}
+    options |= {"tp": [1, 2], "pp": 1, "mbs": 1, "recompute": "none"}
     one = sm.plan(MODEL, gpus=8, **options)
     best = one.best[0]
     for name in ("step_s", "tokens_per_s", "tokens_per_s_gpu", "mfu_pct"):

@@ -270,7 +270,7 @@ def test_anchors_of_a_plan_are_predicted_as_its_rows(framework: str, tmp_path: P
     """Also those of its command, whose cp and chunks are no part of the table."""
     file, answer = tmp_path / "anchors.csv", tmp_path / "answer.json"
     own = options(framework=framework, tp=(1, 2), pp=(2,), cp=(1, 2), mbs=(1,), gbs=64)
-    own = dataclasses.replace(own, recompute=("none",), top=50)
+    own = dataclasses.replace(own, recompute=("none",), vpp=(1, 2), top=50)
     (before,), _ = plan(own)
     rows = [
         row for row in before.rows if (row["cp"], row["vpp"], row["dp_replicate"]) == (1, 1, 1)
