@@ -193,6 +193,35 @@ def test_shards_divide_the_state(shards: int) -> None:
     assert many.activations_bytes == one.activations_bytes
 
 
+@pytest.mark.parametrize("ep", [1, 4])
+@pytest.mark.parametrize("shards", [8, 48, 96, 128, 256])
+def test_experts_are_divided_as_their_messages_say(shards: int, ep: int) -> None:
+    """In whole rows, padded; by their second dimension where shards are more than experts."""
+    model = dataclasses.replace(find_model("qwen3-30b-a3b"), num_layers=2)
+    case = TrainCase(
+        model=model,
+        mbs=1,
+        parallel=ParallelConfig(dp_shard=shards, ep=ep),
+        data_parallel=DataParallel.FSDP,
+        precision=Precision.AMP,
+    )
+    workload = of_case(case)
+    gathered = [
+        op.message_bytes(workload.groups[op.group])
+        for op in workload.expand()
+        if isinstance(op, CommOp) and op.collective == Collective.ALL_GATHER
+    ]
+    memory = estimate(case)
+    assert memory.gathered_bytes >= max(gathered)
+    rows = 128 // ep
+    ranks = shards // ep
+    expert = 3 * 768 * 2048
+    own = rows * expert // ranks if ranks > rows else -(-rows // ranks) * expert
+    others = model.num_params - 2 * 128 * expert
+    least = 4 * (2 * own + others / shards)
+    assert least <= memory.weights_bytes <= 1.02 * least
+
+
 @pytest.mark.parametrize("cp", [2, 8])
 def test_ranks_of_a_sequence_divide_all_but_keys_and_values(cp: int) -> None:
     """State as other FSDP ranks do; of activations k and v are gathered."""

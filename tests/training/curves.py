@@ -19,6 +19,7 @@ from stepmark.cases.training import (
     Schedule,
 )
 from stepmark.measuring.ranks import Ranks
+from stepmark.model.layers import MoeConfig
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_tables import find_model
 from stepmark.model.parallel import ParallelConfig, PipelineSchedule
@@ -43,6 +44,7 @@ def small(name: str, layers: int = 4) -> ModelConfig:
 LLAMA, GPT2, MIXTRAL = small("llama-3.1-8b"), small("gpt2-125m"), small("mixtral-8x7b", 2)
 SHORT, SHORT_GPT2 = small("llama-3.1-8b", 2), small("gpt2-125m", 2)
 QWEN3, DEEPSEEK = small("qwen3-8b", 2), small("deepseek-v2-lite", 2)
+FEW_EXPERTS = replace(MIXTRAL, moe=MoeConfig(num_experts=2, top_k=2, ffn_hidden_size=64))
 
 
 def windowed(name: str) -> ModelConfig:
@@ -158,6 +160,8 @@ CASES = {
     "ep x hsdp": spread(MIXTRAL, "fsdp", ep=2, dp_replicate=2, dp_shard=2),
     "ddp, gpt-oss": spread(GPT_OSS, "ddp", dp_replicate=4),
     "fsdp, gemma": spread(GEMMA, "fsdp", dp_shard=4),
+    "fsdp, fewer experts than shards": spread(FEW_EXPERTS, "fsdp", dp_shard=4),
+    "ep x fsdp, fewer experts than shards": spread(FEW_EXPERTS, "fsdp", ep=2, dp_shard=4),
     "fsdp, states": spread(QWEN_NEXT, "fsdp", dp_shard=4),
     "ddp, later tokens": spread(replace(SHORT, num_mtp_layers=2), "ddp", dp_replicate=4),
     "fsdp, later tokens": spread(replace(SHORT, num_mtp_layers=2), "fsdp", dp_shard=4),

@@ -5,6 +5,7 @@ from typing import Any
 
 from tests.training.curves import (
     DEEPSEEK,
+    FEW_EXPERTS,
     LLAMA,
     MIXTRAL,
     MUON,
@@ -177,6 +178,8 @@ CASES: dict[int, dict[str, TrainCase]] = {
             LLAMA, "fsdp", AMP, WHOLE_WEIGHTS, DUALPIPE_V, parts(4), pp=2, dp_shard=2
         ),
         "ep x fsdp": made(MOE, "fsdp", AMP, ep=2, dp_shard=4),
+        "fsdp of few experts": made(FEW_EXPERTS, "fsdp", AMP, LAST, dp_shard=4),
+        "ep x fsdp of few experts": made(FEW_EXPERTS, "fsdp", AMP, ep=2, dp_shard=4),
         "ep x fsdp, latent attention": made(DEEPSEEK, "fsdp", FULL, ep=2, dp_shard=4),
         "cp x fsdp": made(SHORT, "fsdp", dp_shard=2, cp=2),
     },

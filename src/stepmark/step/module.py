@@ -21,7 +21,7 @@ class Param:
     is_norm: bool = False
     is_partial: bool = False  # every tp rank holds it, with the gradient of its own rows
     is_trained: bool = True
-    is_expert: bool = False  # held by the ranks of ep
+    is_expert: bool = False  # of the ranks of ep; experts are its first dimension
     is_copy: bool = False  # the same tensor as another one that is here
     is_narrow: bool = False  # its products have a narrower type than everything else
 
@@ -34,11 +34,30 @@ class Param:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def shard_dim(self, ranks: int) -> int:
+        """Return the dimension that FSDP divides: 1 of experts that are fewer than the ranks.
+
+        Raises ConfigError where torch would: it pads dimension 0 alone. torchtitan b5bcd76,
+        distributed/fsdp.py: apply_fsdp.
+        """
+        if not self.is_expert or ranks <= self.shape[0]:
+            return 0
+        if self.shape[1] % ranks:
+            rule = (
+                f"at most {self.shape[0]} experts of a rank, or a divisor of an expert's "
+                f"{self.shape[1]} rows ({self.name}), as torch pads no rows; dp_replicate "
+                "makes shards fewer"
+            )
+            raise ConfigError("shards of experts", ranks, rule)
+        return 1
+
     def padded(self, ranks: int) -> int:
         """Return the elements of all shards: rows are divided evenly, the last ones padded.
 
         torch, _fsdp_param.py: _init_sharded_param; _fsdp_common.py: _get_dim0_padded_size.
         """
+        if self.shard_dim(ranks):
+            return self.numel
         return -(-self.shape[0] // ranks) * ranks * math.prod(self.shape[1:])
 
     def shard(self, ranks: int) -> int:

@@ -60,15 +60,19 @@ class FsdpMemory(FsdpEvents[Weight]):
                 plain += weight.stored * self._formats.itemsize
         if plain:
             own.append(self._heap.allocate(plain, "gathered", _GATHER))
-        size = sum(weight.numel * weight.gathered_itemsize for weight in group.params)
+        size = sum(weight.padded * weight.gathered_itemsize for weight in group.params)
         self._tensors[group].buffer = [self._heap.allocate(size, "gathered", _GATHER)]
         self._heap.free(*own)
 
     def copy_out(self, group: ParamGroup[Weight], phase: Phase) -> None:
-        self._tensors[group].whole = [
-            self._heap.allocate(weight.numel * weight.gathered_itemsize, "gathered")
-            for weight in group.params
-        ]
+        whole: list[Block] = []
+        copied: list[Block] = []
+        for weight in group.params:
+            for blocks in (whole, copied) if weight.is_across else (whole,):
+                size = weight.padded * weight.gathered_itemsize
+                blocks.append(self._heap.allocate(size, "gathered"))
+        self._free(copied)
+        self._tensors[group].whole = whole
         self._free(self._tensors[group].inner_shard)  # FSDPParam.to_unsharded
 
     def free_buffer(self, group: ParamGroup[Weight]) -> None:
@@ -79,7 +83,7 @@ class FsdpMemory(FsdpEvents[Weight]):
         self._free(tensors.whole)
         self._free(tensors.inner_shard)
         if group.is_inner and group.reshard:  # FSDPParam.to_sharded_post_forward
-            size = sum(weight.numel for weight in group.params) * self._formats.itemsize
+            size = sum(weight.padded for weight in group.params) * self._formats.itemsize
             tensors.inner_shard = [self._heap.allocate(size // group.reshard, "gathered")]
 
     def collect_grads(self, group: ParamGroup[Weight], *, reduces: bool) -> None:
@@ -98,7 +102,12 @@ class FsdpMemory(FsdpEvents[Weight]):
         if not reduces:
             return
         self._free(self._last_reduced)
-        numel = sum(weight.numel for weight in group.params)
+        for weight in group.params:
+            if weight.is_across and weight.grad:
+                copied = self._heap.allocate(weight.grad.requested, "gathered")
+                self._heap.free(weight.grad)
+                weight.grad = copied
+        numel = sum(weight.padded for weight in group.params)
         self._last_reduced = [self._heap.allocate(numel * size, "gathered")]
         # A variable in foreach_reduce refers to the last gradient.
         *grads, last_grad = [weight.grad for weight in group.params if weight.grad]

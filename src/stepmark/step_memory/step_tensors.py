@@ -6,7 +6,7 @@ Parameters are tensors as torch has them; activations are those that modules' `k
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, Fp8, Precision
@@ -44,14 +44,17 @@ class Formats:
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """A parameter on this rank: elements before and after FSDP divides it.
+    """A parameter on this rank: elements of all shards, padded, and of the first one.
 
+    is_across: shards are no rows of it, so that torch copies it once more.
     fresh: a gradient that is yet to be added to the one that waits for its reduction.
     """
 
     param: Param
     numel: int
+    padded: int
     stored: int
+    is_across: bool
     is_fp8: bool  # as an operand of its product
     is_gathered_fp8: bool
     gathered_itemsize: int
@@ -192,10 +195,13 @@ class UnitBuilder:
     def _weight(self, param: Param) -> Weight:
         case = self._case
         axes = self._case.parallel
-        numel = param.numel // (1 if param.is_partial else axes.tp)
-        numel //= axes.ep if param.is_expert else 1
+        own = param
+        if param.is_expert:
+            own = replace(param, shape=(param.shape[0] // axes.ep, *param.shape[1:]))
+        tp = 1 if param.is_partial else axes.tp
         ranks = axes.dp_shard * axes.cp // (axes.ep if param.is_expert else 1)
         ranks = ranks if self._formats.is_fsdp else 1
+        padded = -(-own.padded(ranks) // (tp * ranks)) * ranks
         is_fp8 = self._is_fp8(param)
         is_gathered_fp8 = is_fp8 and case.fp8_all_gather
         copy_itemsize = 2 if self._formats.casts and param.part != "embedding" else 0
@@ -208,8 +214,10 @@ class UnitBuilder:
             copy_itemsize = 0  # torchao 0.17 keeps the weight, which each pass casts anew
         return Weight(
             param=param,
-            numel=numel,
-            stored=-(-numel // ranks),
+            numel=own.numel // tp,
+            padded=padded,
+            stored=padded // ranks,
+            is_across=bool(own.shard_dim(ranks)),
             is_gathered_fp8=is_gathered_fp8,
             gathered_itemsize=1 if is_gathered_fp8 else self._formats.itemsize,
             is_fp8=is_fp8,

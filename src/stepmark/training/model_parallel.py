@@ -14,7 +14,7 @@ B batch, T tokens of this rank, S of all ranks, H query heads, K key and value h
 width, E head width of values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from torch.distributed.tensor.parallel import (
 from stepmark.cases.train_case import TrainCase
 from stepmark.model.model import ModelConfig
 from stepmark.model.parallel import ParallelConfig, TpPlan
+from stepmark.step.module import Param
 from stepmark.training.attention import Attention, LatentAttention, causal_attention
 from stepmark.training.layers import Compute, Experts
 from stepmark.training.transformer import IGNORED, Embedding, RotaryTables, Transformer
@@ -386,7 +387,10 @@ def shard_experts(model: Transformer, case: TrainCase, meshes: Meshes, **options
         else expert_mesh["dp_shard_same"]
     )
     for experts in _experts_of(model):
-        sharded: Any = fully_shard(experts.held, mesh=mesh, **options)
+        divided = shard_placement([experts], case)
+        sharded: Any = fully_shard(
+            experts.held, mesh=mesh, shard_placement_fn=divided, **options
+        )
         # Gradients here are sums over the tokens of ep ranks; all others are means over all.
         sharded.set_gradient_divide_factor(float(case.parallel.gradient_ranks))
         # gloo cannot scale while it sums. Over one rank there is no sum, and torch would divide
@@ -395,7 +399,30 @@ def shard_experts(model: Transformer, case: TrainCase, meshes: Meshes, **options
             sharded.set_force_sum_reduction_for_comms(True)
 
 
-def _experts_of(model: Transformer) -> list[Experts]:
+def shard_placement(
+    modules: Iterable[nn.Module], case: TrainCase
+) -> Callable[[nn.Parameter], Shard | None]:
+    """Return fully_shard's function that names the dimension in which it divides weights."""
+    axes = case.parallel
+    ranks = axes.dp_shard * axes.cp // axes.ep
+    names = {
+        id(weight): name
+        for module in modules
+        for experts in _experts_of(module)
+        for name, weight in experts.held.named_parameters()
+    }
+
+    def placement(weight: nn.Parameter) -> Shard | None:
+        if id(weight) not in names:
+            return None
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        param = Param(name=names[id(weight)], shape=tuple(own.shape), is_expert=True)
+        return Shard(param.shard_dim(ranks))
+
+    return placement
+
+
+def _experts_of(model: nn.Module) -> list[Experts]:
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 

@@ -167,7 +167,10 @@ def _fsdp(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
     for first in range(0, len(blocks), case.blocks_per_group):
         group = blocks[first : first + case.blocks_per_group]
         fully_shard(
-            group[0] if len(group) == 1 else group, reshard_after_forward=reshard, **options
+            group[0] if len(group) == 1 else group,
+            reshard_after_forward=reshard,
+            shard_placement_fn=model_parallel.shard_placement(group, case),
+            **options,
         )
         groups.append(group[0])
     if output is not None and not case.model.tied_embeddings:

@@ -14,6 +14,8 @@ from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
 from stepmark.workloads.rules.pytorch.settings import PyTorch
 from stepmark.workloads.rules.pytorch.units import groups_of
 
+SMALLER_MESH = "yes or no, where experts are fewer than their shards: torch cannot gather them"
+
 
 def sharding_of(job: AnyJob, settings: PyTorch) -> Sharding:
     """Return how weights, gradients and optimizer are sharded. Raises ConfigError."""
@@ -68,6 +70,9 @@ def _inner(job: AnyJob, groups: dict[str, Group], reshard: int) -> dict[str, Gro
     axes = job.parallel
     inner = {"fsdp_inner": Group(digits=((reshard, axes.tp),))}
     same = groups["expert_fsdp"].size
+    moe = job.config.moe if job.config else None
+    if moe and same > moe.num_experts // axes.ep:
+        raise ConfigError("reshard_after_forward", reshard, SMALLER_MESH)
     if axes.ep > 1:
         if same % reshard:
             raise ConfigError(

@@ -9,7 +9,7 @@ the reduction before it. Copies in and out of buffers are on "compute".
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stepmark.ground.dtypes import DType
@@ -154,6 +154,7 @@ class FsdpRecorder(FsdpEvents[Param]):
             return
         elements, dtype = self._gathered(group)
         size = elements * dtype.itemsize
+        size += self._across(group.params, ranks) * dtype.itemsize
         after = self._name_event(GATHER, self._distance(group))
         self._copy("fsdp_copy_out", 2 * size, group, phase, after=(after,), name=_COPY_OUT)
 
@@ -178,7 +179,8 @@ class FsdpRecorder(FsdpEvents[Param]):
         ranks = comms.groups[group.shards].size
         padded = sum(param.padded(ranks) for param in trained)
         if ranks * comms.groups["replicate"].size > 1:
-            read = sum(param.numel for param in trained) * sharding.gathered.itemsize
+            read = sum(param.numel for param in trained) + 2 * self._across(trained, ranks)
+            read *= sharding.gathered.itemsize
             written = padded * sharding.reduced.itemsize
             # Torch waits for the scattered gradients, not for their sum over the replicas.
             after = (self._name_event(REDUCE),) if comms.groups["fsdp"].size > 1 else ()
@@ -215,6 +217,11 @@ class FsdpRecorder(FsdpEvents[Param]):
             name=self._name_event(REDUCE if scatters else REPLICATE),
             after=(self._name_event(REDUCE if is_second else _COPY_IN),),
         )
+
+    @staticmethod
+    def _across(params: Iterable[Param], ranks: int) -> int:
+        """Return the elements that are copied once more, as shards are no rows of theirs."""
+        return sum(param.numel for param in params if param.shard_dim(ranks))
 
     def _copy(
         self,
