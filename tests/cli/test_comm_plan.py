@@ -1,6 +1,7 @@
 """From flags to cases of communication: combinations, order, notes, what is refused."""
 
 import dataclasses
+import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping
@@ -272,3 +273,24 @@ def test_the_tuner_measures_the_factor_as_it_was_given(factor: float) -> None:
     words = argv(CommOptions(names=("all_reduce",), factor=factor, out="runs.0"))
     assert float(words[words.index("-f") + 1]) == factor
     assert words[words.index("--out") + 1] == "runs.0"
+
+
+def test_a_plan_for_another_device_has_the_times_of_its_links(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """4 GiB over 16 hosts of 8 NICs of 400G: at most 50 GB/s x (n - 1) / n of each NIC."""
+    words = "comm all_reduce all_to_all gather -b 4G -e 4G --dry-run --device h200"
+    assert status([*words.split(), "--nproc", "128", "--json", "-"]) == 0
+    out = capsys.readouterr()
+    reduced, exchanged, gathered = json.loads(out.out)
+    assert 300 < reduced["predicted_busbw_gb_s"] < 8 * 50
+    assert 40 < exchanged["predicted_busbw_gb_s"] < 50 * 127 / 120
+    algbw = reduced["size_bytes"] / reduced["predicted_s"] / 1e9
+    assert reduced["predicted_busbw_gb_s"] == pytest.approx(algbw * 2 * 127 / 128)
+    assert gathered["predicted_s"] is None, "no table tells how exact it would be"
+    assert "by the links of dgx-h200: 8 GPUs and 8 x 400G a host" in out.err
+    assert status([*words.split(), "--nproc", "8", "--overlap-with", "gemm:8192"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    beside = [line for line in lines if "--overlap-with" in line]
+    assert beside
+    assert not any("busbw" in line for line in beside)

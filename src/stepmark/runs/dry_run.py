@@ -1,11 +1,12 @@
 """--dry-run: print a plan on any machine, for any device, or write it as JSON or CSV.
 
-Operators have the time that prediction gives them by the device's data sheet.
+Operators have the time that prediction gives them by the device's data sheet, collectives that
+of its links, and between hosts of the network with which the device is usually sold.
 """
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stepmark.cases.case import Label, OpCase
@@ -17,10 +18,12 @@ from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.packages import require
-from stepmark.ground.units import MIB, TFLOP, format_bytes, plural
+from stepmark.ground.units import MIB, TFLOP, format_bytes, format_time, plural
 from stepmark.measuring.machine import Machine
+from stepmark.model.collectives import Collective
 from stepmark.model.device import DeviceSpec, find_device
 from stepmark.model.ops import Custom
+from stepmark.model.systems import network_of
 from stepmark.predictions.prediction_notes import by_sheet
 from stepmark.runs import op_table
 from stepmark.step.roofline import limit_of
@@ -32,6 +35,11 @@ from stepmark.workloads.rules.pytorch.case import of_case
 
 Row = dict[str, Any]
 
+_WITH_LAW = (  # of which published tables tell how exact it is
+    *(Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
+    *(Collective.ALL_TO_ALL, Collective.BROADCAST, Collective.SENDRECV),
+)
+
 
 def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = None) -> None:
     """Print the cases of a plan for this machine, or write them to --json and --csv."""
@@ -41,12 +49,11 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
     steps = op_table.steps_of(plan.options, here) if plan.command == "op" else []
     planned = [(case, row) for case in cases for row in _rows(case, device, steps)]
     rows = [row for _, row in planned]
-    source = (
-        [f"predicted times are {by_sheet(device)}"]
-        if device and any(row.get("predicted_s") for row in rows)
-        else []
-    )
-    for note in (*plan.notes, *source, *filter(None, dict.fromkeys(unknown))):
+    for note in (
+        *plan.notes,
+        *_sources(planned, device),
+        *filter(None, dict.fromkeys(unknown)),
+    ):
         sys.stderr.write(f"# {note}\n")
     for target, write in ((json, write_json), (csv, write_csv)):
         if target:
@@ -67,6 +74,22 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
         f"in {launches} launches" if is_repeated else "",
     )
     sys.stderr.write(f"{', '.join(filter(None, counts))}; none was run\n")
+
+
+def _sources(planned: Iterable[tuple[AnyCase, Row]], device: DeviceSpec | None) -> list[str]:
+    """Return a line on where predicted times are from, of each kind of cases."""
+    notes = dict[str, None]()
+    for case, row in planned:
+        if device is None or not row.get("predicted_s"):
+            continue
+        if isinstance(case, CommCase) and (network := network_of(device, case.num_ranks)):
+            about = (network.about or network.name).partition(";")[0]
+            notes[f"predicted times are by the links of {about}; all ranks begin at once"] = (
+                None
+            )
+        else:
+            notes[f"predicted times are {by_sheet(device)}"] = None
+    return list(notes)
 
 
 def _planned(case: AnyCase) -> tuple[AnyCase, str]:
@@ -96,8 +119,10 @@ def _rows(
         rows = [_operator_row(case, label, device, steps) for label in labels]
     elif isinstance(case, ReplayCase):
         rows = [{"workload": case.file, "ranks": case.num_ranks, "compute": str(case.compute)}]
+    elif isinstance(case, CommCase):
+        rows = [_collective_row(case, device)]
     else:
-        rows = [_collective_row(case) if isinstance(case, CommCase) else step_row(case)]
+        rows = [step_row(case)]
     identity = {"case_id": case.case_id, "command": command_of(case)}
     return [{"kind": case.kind, "family": case.family, **row, **identity} for row in rows]
 
@@ -138,7 +163,9 @@ def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
     }
 
 
-def _collective_row(case: CommCase) -> Row:
+def _collective_row(case: CommCase, device: DeviceSpec | None) -> Row:
+    time_s = _collective_s(case, device)
+    rate = case.message_bytes / time_s / 1e9 if time_s else None
     return {
         "size_bytes": case.message_bytes,
         "count": case.count,
@@ -150,7 +177,33 @@ def _collective_row(case: CommCase) -> Row:
         "mode": str(case.mode),
         "api": str(case.api),
         "backend": case.backend,
+        "predicted_s": time_s,
+        "predicted_busbw_gb_s": rate and rate * case.busbw_factor,
     }
+
+
+def _collective_s(case: CommCase, device: DeviceSpec | None) -> float | None:
+    """Return the time of a plain collective of all ranks; None if no law is known."""
+    changed = (case.split, case.pair, case.beside, case.skew_s, case.max_ctas, case.spread)
+    is_plain = not any(changed) and case.calls_per_group == 1
+    if device is None or not is_plain or case.collective not in _WITH_LAW:
+        return None
+    try:
+        network = network_of(device, case.num_ranks)
+    except ConfigError:  # a device without a usual network
+        return None
+    if network is None:
+        return None
+    placement = network.placement(range(case.num_ranks))
+    return network.time_s(case.collective, case.message_bytes, placement)
+
+
+def _collective_line(row: Row) -> str:
+    time = busbw = ""
+    if row["predicted_s"]:
+        time = f", about {format_time(row['predicted_s'])}"
+        busbw = f", busbw {row['predicted_busbw_gb_s']:.4g} GB/s"
+    return f"{row['command']}  # {format_bytes(row['size_bytes'])}{time}{busbw}"
 
 
 def step_row(case: TrainCase) -> Row:
@@ -209,7 +262,7 @@ def _step_line(row: Row) -> str:
 
 
 _LINES: dict[str, Callable[[Row], str]] = {
-    "comm": lambda row: f"{row['command']}  # {format_bytes(row['size_bytes'])}",
+    "comm": _collective_line,
     "train": _step_line,
     "replay": lambda row: row["command"],
 }
