@@ -196,6 +196,26 @@ def test_tables_are_written_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture
     assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == names
 
 
+def test_ranks_of_two_jobs_do_not_wait_for_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        writer = TraceWriter(rank=rank, world_size=2)
+        begin = 9_000 * rank
+        writer.step(1, begin, 300 - 250 * rank)
+        writer.collective("allreduce", 1024, 1024, begin + 5, begin + 10, 200 - 190 * rank)
+        writer.write(tmp_path)
+    report = document(capsys, tmp_path)
+    assert report["disjoint"].startswith("The traces of ranks 0 and 1 do not overlap in time")
+    assert report["arrivals"] == []
+    out = run(capsys, tmp_path)[1]
+    assert out.splitlines()[0] == report["disjoint"]
+    assert "if rank 1" not in out
+    assert "slow" not in out
+    assert status(["trace", "messages", str(tmp_path)]) == 0
+    assert "slow rank: not known" in capsys.readouterr().out
+
+
 def test_who_waits_for_whom_is_exact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,18 @@ def test_two_windows_of_one_rank_are_refused(tmp_path: Path) -> None:
         map_traces(options(tmp_path), kernels)
 
 
+def test_jobs_in_folders_are_named_by_folder(tmp_path: Path) -> None:
+    for job, name in (("a", "rank"), ("b", "rank"), ("c", "worker")):
+        for rank in range(2):
+            (tmp_path / job).mkdir(exist_ok=True)
+            write(tmp_path / job / f"{name}{rank}.json", rank)
+    write(tmp_path / "unknown.json", None)
+    with pytest.raises(ConfigError, match="Here are 4: ") as refused:
+        map_traces(options(tmp_path), kernels)
+    for word in ("/a/rank*.json' (2 ranks)", "/b/rank*.json' (2 ranks)", "/c (2 ranks)"):
+        assert word in str(refused.value)
+
+
 def test_each_of_several_windows_has_its_step_and_a_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +114,7 @@ def test_traces_that_do_not_overlap_in_time_are_said(tmp_path: Path) -> None:
     write(tmp_path / "b.json", 1, start=1000)
     traces = map_traces(options(tmp_path), kernels)
     assert traces is not None
-    assert any("do not overlap in time" in note for note in traces.notes)
+    assert "do not overlap in time" in traces.lead["disjoint"]
 
 
 @pytest.mark.parametrize("word", ["", "nowhere", "*.json"])

@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,9 +71,7 @@ def kernels(options: KernelsOptions) -> int:
         *trace_kernels_text.lines(ranks, rows, options.by),
         *(f"note: {note}" for note in notes),
     ]
-    deliver(
-        options, "kernels", document, {"kernels": rows}, lines, found.cut, found.step_groups
-    )
+    deliver(options, "kernels", document, {"kernels": rows}, lines, found.lead)
     return 0
 
 
@@ -108,7 +106,10 @@ def compare(options: CompareTracesOptions) -> int:
             + shlex.join(["stepmark", "trace", "breakdown", *options.files])
         )
     notes += trace_comparison.remarks(a, b, [*steps, *rows])
-    cut = " ".join(f"{name}: {each.cut}" for name, _, each in every if each.cut)
+    lead = {
+        key: " ".join(f"{name}: {each.lead[key]}" for name, _, each in every if each.lead[key])
+        for key in every[0][2].lead
+    }
     document = {
         "a": options.files[0],
         "b": options.files[1],
@@ -135,7 +136,7 @@ def compare(options: CompareTracesOptions) -> int:
         *trace_comparison.lines(rows, total, options.by),
         *(f"note: {note}" for note in notes),
     ]
-    deliver(options, "compare", document, {"compare": rows}, lines, cut)
+    deliver(options, "compare", document, {"compare": rows}, lines, lead)
     return 0
 
 
@@ -183,7 +184,7 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
     assert profile is not None
     ranks = profile.ranks
     notes = profile.notes
-    cut = [profile.cut] if profile.cut else []
+    cut = list(filter(None, [profile.lead["cut"]]))
     if not trace_kernels_text.num_steps(ranks):
         header = [*cut, *trace_kernels_text.header(ranks)]
         return [*header, *(f"note: {note}" for note in notes)]
@@ -222,13 +223,12 @@ def _without_profiler(times: trace_breakdown.Ranks, unprofiled_s: float) -> Iter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernels:
-    """Sums of each rank, its times if they are asked for; cut: see TraceSet."""
+    """Sums of each rank, its times if they are asked for; lead: see TraceSet."""
 
     ranks: trace_kernels_text.Ranks
     times: trace_breakdown.Ranks
     notes: list[str]
-    cut: str
-    step_groups: str
+    lead: Mapping[str, str]
     infos: tuple[RankInfo, ...]
 
 
@@ -249,8 +249,7 @@ def _read(
         ranks=_ranks(traces),
         times=_times(traces),
         notes=[*traces.notes, *notes, *_notes(traces, workload)],
-        cut=traces.cut,
-        step_groups=traces.step_groups,
+        lead=traces.lead,
         infos=tuple(result.info for result in traces.results),
     )
 

@@ -76,7 +76,7 @@ def messages(options: MessagesOptions) -> int:
     if options.html:
         page = Page(
             title="stepmark trace messages",
-            lead=" ".join(filter(None, (traces.cut, traces.step_groups))),
+            lead=" ".join(filter(None, traces.lead.values())),
             sections=[section(f"messages of {traces.world_size} ranks", view.rows)],
         )
         write_text(options.html, page.html(), "html")
@@ -86,8 +86,7 @@ def messages(options: MessagesOptions) -> int:
         "copies": view.copies,
         "sources": view.compared,
     }
-    lead = traces.cut, traces.step_groups
-    deliver(options, "messages", view.document(), tables, view.text(), *lead)
+    deliver(options, "messages", view.document(), tables, view.text(), traces.lead)
     return 0
 
 
@@ -235,6 +234,7 @@ class _View:
                     name: int(in_windows(own, times.windows)[selected].sum()) / steps
                     for name, own in zip(_TIMES, intervals, strict=True)
                 }
+            has_calls = waits.calls > 0 or not per_step["communication_s"]
             is_compared = is_timed and self.matched.end_spread is not None
             agree = is_timed and self.matched.clocks_agree
             # Communication that no call explains may be transfer, too; on a host that knows all
@@ -245,7 +245,7 @@ class _View:
             yield {
                 "rank": rank,
                 "steps": len(selected),
-                "calls_per_step": waits.calls / max(len(selected), 1),
+                "calls_per_step": waits.calls / max(len(selected), 1) if has_calls else None,
                 **per_step,
                 "exposed_waiting_s": per_step["exposed_waiting_s"] if is_timed else None,
                 "kernels_s": waits.kernels / steps if is_timed else None,

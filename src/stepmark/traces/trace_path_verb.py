@@ -33,5 +33,5 @@ def run(options: CriticalPathOptions) -> int:
     tables = report.tables(paths)
     document = {"notes": traces.notes, "definitions": report.DEFINITIONS, **tables}
     lines = [*report.lines(paths), *(f"note: {note}" for note in traces.notes)]
-    deliver(options, "critical-path", document, tables, lines, traces.cut, traces.step_groups)
+    deliver(options, "critical-path", document, tables, lines, traces.lead)
     return 0

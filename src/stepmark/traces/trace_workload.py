@@ -52,7 +52,7 @@ def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
     traces = map_traces(inputs, partial(program, step=step))
     if traces is None:
         return None
-    notes = filter(None, (traces.cut, *traces.notes))
+    notes = filter(None, (traces.cut, traces.lead["disjoint"], *traces.notes))
     sys.stderr.writelines(f"note: {note}\n" for note in notes)
     programs = {r.info.rank or 0: r.value for r in traces.results if r.value is not None}
     if len(programs) < len(traces.results):
