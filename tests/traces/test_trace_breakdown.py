@@ -311,6 +311,12 @@ def test_old_traces_say_why_waiting_is_not_known(capsys: pytest.CaptureFixture[s
     assert report["arrivals"] == []
     assert {row["waiting_ns"] for row in report["steps"]} == {None}
     assert any("how ranks wait for each other is not known" in note for note in report["notes"])
+    headline = run(capsys, TRACES / "dlrm8", "--jobs", "1")[1].splitlines()[0]
+    slowest = "the slowest is rank 5 with 11.485 ms without exposed communication"
+    assert headline.endswith(slowest)
+    assert status(["trace", "messages", str(TRACES / "dlrm8"), "--json", "-"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert {row["calls_per_step"] for row in ranks} == {None}
 
 
 def test_tables_of_a_profiler_as_text_are_read_too(capsys: pytest.CaptureFixture[str]) -> None:

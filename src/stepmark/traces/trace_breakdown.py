@@ -221,6 +221,8 @@ def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
                     words = "host-bound" if part == "host_bound_ns" else "of unknown cause"
                     cause = f" ({MS.show(own / len(steps))} ms is {words})"
             parts.append(f"{title.strip()} {_share(time, took)}{cause}")
+    if any(row["idle_ns"] is None for row in steps):
+        parts.append("the rest is idle or not in the cut trace")
     if " for rank " not in waiting:
         parts += _slowest(steps)
     average = " on average" if len(steps) > 1 else ""
@@ -303,7 +305,8 @@ def _gain_lines(steps: Sequence[Row], arrivals: Sequence[Row]) -> Iterator[str]:
 
 
 def _mean(steps: Sequence[Row], name: str, ranks: set[object]) -> float:
-    return mean([_ns(row, name) for row in steps if row["rank"] in ranks] or [0])
+    own = [row for row in steps if row["rank"] in ranks and row[name] is not None]
+    return mean([_ns(row, name) for row in own] or [0])
 
 
 def _which(steps: Sequence[Row]) -> str:

@@ -305,7 +305,7 @@ def _cut_text(infos: Sequence[RankInfo]) -> str:
         parts.append(f"and of {len(cut) - len(parts)} more ranks")
     return (
         f"{which}, the end is missing: {cut[0].cut}. Only this part was read: "
-        f"{'; '.join(parts)}. All figures are of it alone."
+        f"{'; '.join(parts)}. All figures are of it alone: work that is missing looks idle."
     )
 
 

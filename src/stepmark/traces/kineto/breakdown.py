@@ -66,6 +66,15 @@ class Gpu:
 
 def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     """Return the times of a trace. selects: which steps, by number."""
+    times = _breakdown(trace, selects)
+    if not trace.info.cut:
+        return times
+    # Events are not in the order of time: work of any step may be missing.
+    steps = tuple(replace(step, idle_ns=None, idle=None) for step in times.steps)
+    return replace(times, steps=steps)
+
+
+def _breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     if not trace.gpu.start.size:
         steps = links.steps(trace)
         missing = tuple(missing_work(trace))
