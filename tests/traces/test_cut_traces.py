@@ -94,7 +94,7 @@ def test_what_is_missing_is_not_idle(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path)
-    _, headline = run(capsys, "trace", file).splitlines()[:2]
+    headline = run(capsys, "trace", file).splitlines()[2]
     assert headline.endswith(", the rest is idle or not in the cut trace")
     steps = json.loads(run(capsys, "trace", file, "--json", "-"))["steps"]
     assert {(row["idle_ns"], row["unknown_idle_ns"]) for row in steps} == {(None, None)}

@@ -26,6 +26,7 @@ from stepmark.job_logs.log_sources import (
     read_sources,
 )
 from stepmark.model.device import DeviceSpec, find_device
+from stepmark.model.kernel_groups import short_name
 from stepmark.model.network_options import NetworkChoice
 from stepmark.model.systems import network_of
 from stepmark.store.reader import find_run, read
@@ -363,7 +364,7 @@ class _View:
                 sums = unlinked.setdefault(name, [0, 0])
                 sums[0], sums[1] = sums[0] + count, sums[1] + ns
         notes += [
-            f"{count} kernels {name[:60]} ({format_time(ns / 1e9)}) are of no "
+            f"{count} kernels {short_name(name)[:60]} ({format_time(ns / 1e9)}) are of no "
             "call in the traces (coalesced calls, replayed graphs, shared memory of GPUs): "
             "their sizes are not known"
             for name, (count, ns) in sorted(unlinked.items(), key=lambda item: -item[1][0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stepmark.model.kernel_groups import COPIES
+from stepmark.model.kernel_groups import COPIES, short_name
 from stepmark.timeline.trace_breakdown import (
     CommTimes,
     CopyTimes,
@@ -225,7 +225,7 @@ def _comm_times(gpu: Gpu) -> Iterator[CommTimes]:
 def _comm_kind(trace: RankTrace, number: int) -> tuple[tuple[str, Any], ...]:
     """Return what CommTimes says of it. number: of its arguments; below 0, of its name."""
     if number < 0:
-        return (("kernel", trace.names[-2 - number].partition("(")[0]),)
+        return (("kernel", short_name(trace.names[-2 - number])),)
     args = trace.comm_args[number]
     return tuple(
         (name, getattr(args, name))
