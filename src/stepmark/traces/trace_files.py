@@ -146,10 +146,12 @@ def trace_files(inputs: TraceInputs) -> list[Path]:
     """Return the files of the traces. Raises ConfigError where there are none."""
     paths: list[Path] = []
     for word in inputs.files:
-        names = [path for path in _expand(word, inputs.runs) if path not in paths]
+        names = _expand(word, inputs.runs)
         if not names and not paths:
             raise ConfigError("trace", word, "a folder or pattern with .json or .json.gz files")
-        paths += names
+        if names and paths and not set(names) - set(paths):
+            raise ConfigError("trace", word, "given once: its traces are in those before it")
+        paths += [path for path in names if path not in paths]
     if len(paths) > _MAX_FILES:
         raise ConfigError("trace", len(paths), f"at most {_MAX_FILES} files")
     return paths
@@ -165,7 +167,8 @@ def _expand(word: str, runs: Path) -> list[Path]:
     if path.exists():
         return [path]
     if glob.has_magic(word):
-        return sorted(each for each in map(Path, glob.glob(word)) if each.is_file())
+        matches = sorted(glob.glob(word))
+        return [file for match in matches for file in _expand(match, runs)]
     try:
         run = find_run(runs, word)
     except ConfigError as error:

@@ -1,8 +1,11 @@
 """stepmark trace kernels and compare: which operations the time of a step went to."""
 
+import glob
+import itertools
+import os
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -99,12 +102,7 @@ def compare(options: CompareTracesOptions) -> int:
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b)
     notes = [f"{name}: {note}" for name, _, launch in every for note in launch.notes]
-    if any(_overlap_ns(x, y) > 0 for x in sides["A"].values() for y in sides["B"].values()):
-        notes.append(
-            "A and B ran at the same time: of ranks of one job, neither is a change of the "
-            "other; which rank the others wait for: "
-            + shlex.join(["stepmark", "trace", "breakdown", *options.files])
-        )
+    notes += _side_notes(*(list(side.values()) for side in sides.values()))
     notes += trace_comparison.remarks(a, b, [*steps, *rows])
     lead = {
         key: " ".join(f"{name}: {each.lead[key]}" for name, _, each in every if each.lead[key])
@@ -147,7 +145,10 @@ def _launches_of(options: CompareTracesOptions, word: str) -> "dict[str, _Kernel
     and for parts of one launch.
     """
     launches: dict[str, _Kernels] = {}
-    for part in [word] if Path(word).exists() else word.split(","):
+    parts = [word] if Path(word).exists() else word.split(",")
+    # Each folder that a pattern matches is a launch; its files are the ranks of one.
+    folders = [sorted(filter(os.path.isdir, glob.glob(part))) or [part] for part in parts]
+    for part in itertools.chain(*folders):
         launch = _read(replace(options, files=(part,)), with_times=True)
         if launch is None:
             return None
@@ -159,6 +160,27 @@ def _launches_of(options: CompareTracesOptions, word: str) -> "dict[str, _Kernel
             raise ConfigError("trace", part, allowed)
         launches[part] = launch
     return launches
+
+
+def _side_notes(a: "Sequence[_Kernels]", b: "Sequence[_Kernels]") -> Iterator[str]:
+    """Yield what the sides share, and what they differ in besides their times."""
+    infos = [[info for launch in side for info in launch.infos] for side in (a, b)]
+    files, other_files = ({info.file for info in own} for own in infos)
+    if files & other_files:
+        yield "both sides have the same traces: of these, neither is a change of the other"
+    elif any(_overlap_ns(x, y) > 0 for x in a for y in b):
+        folders = sorted({str(Path(file).parent) for file in files | other_files})
+        yield (
+            "A and B ran at the same time: of ranks of one job, neither is a change of the "
+            "other; which rank the others wait for: "
+            + shlex.join(["stepmark", "trace", "breakdown", *folders])
+        )
+    sizes = [{str(info.world_size) for info in own if info.world_size} for own in infos]
+    devices = [{name for info in own for name in info.devices or ()} for own in infos]
+    for what, sides in (("number of ranks", sizes), ("GPU", devices)):
+        first, second = (", ".join(sorted(names)) for names in sides)
+        if first and second and first != second:
+            yield f"the sides differ in their {what}: A {first}, B {second}"
 
 
 def _overlap_ns(a: "_Kernels", b: "_Kernels") -> int:

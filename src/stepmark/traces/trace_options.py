@@ -47,7 +47,7 @@ class TraceInputs:
         metavar="DIR...",
         names="run",
     )
-    ranks: Ranks | None = flag("only these ranks, e.g. 0,1 [all]")
+    ranks: Ranks | None = flag("only these ranks, e.g. 0,1 or 0-3 [all]")
     steps: StepNumbers | None = flag("only these steps, as ProfilerStep# counts them [all]")
     jobs: Annotated[int, between(1, 1024)] | None = flag(
         "processes that read [cores]", rare=True
