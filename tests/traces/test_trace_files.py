@@ -134,6 +134,19 @@ def test_ranks_selects_and_an_absent_rank_is_refused(tmp_path: Path) -> None:
     assert [result.info.rank for result in traces.results] == [1]
     with pytest.raises(ConfigError, match="ranks 0-1"):
         map_traces(options(tmp_path, ranks=(5,)), kernels)
+    given = build(BreakdownOptions, {"files": [str(tmp_path)], "ranks": "0-2,4"})
+    assert given.ranks == (0, 1, 2, 4)
+
+
+def test_a_pattern_has_the_traces_of_folders_and_a_file_counts_once(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"part{rank}").mkdir()
+        write(tmp_path / f"part{rank}" / "a.json", rank)
+    traces = map_traces(options(tmp_path / "part*"), kernels)
+    assert traces is not None
+    assert [result.info.rank for result in traces.results] == [0, 1]
+    with pytest.raises(ConfigError, match="given once"):
+        map_traces(options(tmp_path, tmp_path / "part1"), kernels)
 
 
 def test_a_job_has_as_many_ranks_as_its_groups_say(tmp_path: Path) -> None:
