@@ -212,9 +212,8 @@ def test_a_list_of_other_things_is_no_trace(text: str, tmp_path: Path) -> None:
         map_traces(options(tmp_path / "a.json"), kernels)
 
 
-def test_steps_are_shown_as_they_are_given() -> None:
+def test_steps_are_numbers_and_ranges() -> None:
     given = build(BreakdownOptions, {"files": ["a"], "steps": "5,7-9"})
-    assert str(given.steps) == "5,7-9"
     assert [number for number in range(12) if given.has_step(number)] == [5, 7, 8, 9]
     with pytest.raises(ConfigError, match="rising"):
         build(BreakdownOptions, {"files": ["a"], "steps": "9-7"})

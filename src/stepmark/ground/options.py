@@ -295,15 +295,15 @@ def comma_list(of: Reader, everything: tuple[Any, ...] = ()) -> Reader:
     )
 
 
-def read_ranges(text: str, field: str, least: int = 1) -> tuple[int, ...]:
-    """Read '1,2' or '1-8'. least: the smallest number."""
+def read_ranges(text: str, field: str, least: int = 1, most: int = 2**20) -> tuple[int, ...]:
+    """Read '1,2' or '1-8'. least, most: limits of a number."""
     numbers: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()) or len(part) > 40:
             raise ConfigError(field, text, "whole numbers such as 1, 1,2 or 1-8")
         last = int(high) if dash else int(low)
-        if not least <= int(low) <= last <= 2**20 or last - int(low) > 4096:
+        if not least <= int(low) <= last <= most or last - int(low) > 4096:
             allowed = f"whole numbers from {least}, in rising order in a range"
             raise ConfigError(field, text, allowed)
         numbers += range(int(low), last + 1)

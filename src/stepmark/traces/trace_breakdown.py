@@ -370,8 +370,8 @@ def _arrival_lines(steps: Sequence[Row], rows: Sequence[Row]) -> Iterator[str]:
     )
     is_cut = len(rows) > _MOST_ROWS
     most = f", the {_MOST_ROWS} that are waited for the most" if is_cut else ""
-    means = "means: waits in ms of a step, early of a call"
-    yield f"Calls matched over ranks, of all steps{most}; {means}:"
+    units = "means: waits in ms of a step, early of a call"
+    yield f"Calls matched over ranks, of all steps{most}; {units}:"
     shown: list[Row] = []
     for row in order[:_MOST_ROWS]:
         num_steps = _ns(row, "steps")

@@ -46,7 +46,7 @@ from stepmark.traces.kineto.reader import read_trace
 from stepmark.traces.kineto.stream import looks_like_trace
 from stepmark.traces.step_groups import is_paused, step_groups, step_windows
 from stepmark.traces.trace_cache import read_cached
-from stepmark.traces.trace_options import StepRanges, TraceInputs
+from stepmark.traces.trace_options import TraceInputs
 
 R = TypeVar("R")
 T = TypeVar("T", bound=TraceInputs)
@@ -343,7 +343,7 @@ def without_pauses(inputs: T) -> T:
     groups = step_groups(step_windows(read(files[0])))
     if groups is None:
         return inputs
-    return replace(inputs, steps=StepRanges((step, step) for step in groups.fast))
+    return replace(inputs, steps=tuple(groups.fast))
 
 
 def _left_out_pauses(result: RankResult[R], inputs: TraceInputs) -> Iterator[str]:

@@ -72,10 +72,10 @@ def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
 def _step(inputs: TraceInputs) -> int:
     """Return the number of the step: the one of --steps, else that of median duration."""
     if inputs.steps is not None:
-        (low, high), *others = inputs.steps
-        if others or low != high:
-            raise ConfigError("steps", f"{low}-{high}", "one step, e.g. 6")
-        return low
+        number, *others = inputs.steps
+        if others:
+            raise ConfigError("steps", inputs.steps, "one step, e.g. 6")
+        return number
     if outer_launcher.is_rank():  # whose other ranks do not learn which step it is
         raise ConfigError("steps", "missing", "the number of a step, under a launcher")
     traces = map_traces(inputs, partial(step_windows, inputs))
