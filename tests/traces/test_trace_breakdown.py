@@ -214,6 +214,7 @@ def test_ranks_of_two_jobs_do_not_wait_for_each_other(
     assert "slow" not in out
     assert status(["trace", "messages", str(tmp_path)]) == 0
     assert "slow rank: not known" in capsys.readouterr().out
+    assert status(["trace", "critical-path", str(tmp_path)]) == 2
 
 
 def test_who_waits_for_whom_is_exact(

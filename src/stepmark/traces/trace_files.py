@@ -287,7 +287,7 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
         notes=tuple(notes),
         lead={
             "cut": _cut_text([result.info for result in named]),
-            "disjoint": _disjoint_text([result.info for result in named]),
+            "disjoint": disjoint([result.info for result in named]),
             "step_groups": _step_groups_text(named, inputs),
         },
     )
@@ -309,15 +309,6 @@ def _cut_text(infos: Sequence[RankInfo]) -> str:
     return (
         f"{which}, the end is missing: {cut[0].cut}. Only this part was read: "
         f"{'; '.join(parts)}. All figures are of it alone: work that is missing looks idle."
-    )
-
-
-def _disjoint_text(infos: Sequence[RankInfo]) -> str:
-    """Return which traces were not taken at the same time."""
-    text = disjoint(infos)
-    return text and (
-        f"T{text[1:]}: they are of two jobs, or of two windows, and how ranks wait for each "
-        "other is not known."
     )
 
 

@@ -1,7 +1,6 @@
 """stepmark trace kernels and compare: which operations the time of a step went to."""
 
 import glob
-import itertools
 import os
 import shlex
 from collections import Counter, defaultdict
@@ -147,8 +146,12 @@ def _launches_of(options: CompareTracesOptions, word: str) -> "dict[str, _Kernel
     launches: dict[str, _Kernels] = {}
     parts = [word] if Path(word).exists() else word.split(",")
     # Each folder that a pattern matches is a launch; its files are the ranks of one.
-    folders = [sorted(filter(os.path.isdir, glob.glob(part))) or [part] for part in parts]
-    for part in itertools.chain(*folders):
+    words = [
+        each
+        for part in parts
+        for each in sorted(filter(os.path.isdir, glob.glob(part))) or [part]
+    ]
+    for part in words:
         launch = _read(replace(options, files=(part,)), with_times=True)
         if launch is None:
             return None

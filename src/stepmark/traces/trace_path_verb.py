@@ -26,6 +26,10 @@ def run(options: CriticalPathOptions) -> int:
         allowed = "traces with GPU events: without any, trace breakdown shows the host"
         allowed += traces.cut and f" ({traces.cut.rstrip('.')})"
         raise ConfigError("trace", value, allowed)
+    if traces.lead["disjoint"]:
+        why = traces.lead["disjoint"].rstrip(".")
+        allowed = f"traces of one job, over whose ranks the path goes ({why})"
+        raise ConfigError("trace", ", ".join(options.files), allowed)
     if options.steps is None:  # the middle steps of the ranks may differ
         step = max(steps, key=lambda step: len(steps[step]))
         steps = {step: steps[step]}

@@ -134,9 +134,10 @@ def match(
             messages.calls.without_args
         )
     spreads: list[tuple[int, int, int]] = []
-    text = disjoint([info for info, _ in by_rank.values()])
+    is_disjoint = disjoint([info for info, _ in by_rank.values()]) != ""
     for channel, lists in channels.items():
-        if text:
+        if is_disjoint:
+            text = "their ranks' traces do not overlap in time"
             result.unmatched[text] += sum(map(len, lists.values()))
             continue
         for group in _matched(channel, lists, by_rank.keys(), result.unmatched):
@@ -166,7 +167,10 @@ def disjoint(infos: Sequence[RankInfo]) -> str:
     early = min(infos, key=lambda info: info.last or math.inf)
     if (late.first or 0) <= (early.last or math.inf):
         return ""
-    return f"the traces of ranks {early.rank} and {late.rank} do not overlap in time"
+    return (
+        f"The traces of ranks {early.rank} and {late.rank} do not overlap in time: they are of "
+        "two jobs, or of two windows, and how ranks wait for each other is not known."
+    )
 
 
 def _calls(
