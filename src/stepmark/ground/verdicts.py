@@ -214,10 +214,8 @@ def _unpaired(rows: Sequence[Row]) -> Iterable[_Difference]:
 def _states(row: Row, shift: float) -> tuple[float, int]:
     """Return how far apart the two states of launches are, and how many are in the rarer one.
 
-    Both are 0 where no states are seen.
-
-    shift: of the sides, which is no state. From eight launches on, their number in each state
-    is judged as any other variation.
+    Both are 0 where no states are seen. shift: of the sides, which is no state. From eight
+    launches on, their number in each state is judged as any other variation.
     """
     base = sorted(row.base.logs.values())
     logs = sorted([*base, *(log + shift for log in row.other.logs.values())])
