@@ -89,7 +89,7 @@ def _step(inputs: TraceInputs) -> int:
     if not whole:
         value = ", ".join(inputs.files)
         allowed = "traces with a step that has GPU events on all ranks"
-        allowed += traces.cut and f" ({traces.cut.rstrip('.')})"
+        allowed += traces.cut and f" ({traces.lead['cut'].rstrip('.')})"
         raise ConfigError("trace", value, allowed)
     return sorted(whole, key=lambda number: whole[number])[(len(whole) - 1) // 2]
 
@@ -249,7 +249,7 @@ def convert(options: ConvertOptions) -> int:
         raise
     unfinished.rmdir()
     if traces.cut:
-        sys.stdout.write(f"{traces.cut}\n")
+        sys.stdout.write(f"{traces.lead['cut']}\n")
     sys.stderr.writelines(f"note: {note}\n" for note in traces.notes)
     for result in traces.results:
         for name, amount in result.value:

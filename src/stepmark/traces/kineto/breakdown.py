@@ -66,15 +66,6 @@ class Gpu:
 
 def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     """Return the times of a trace. selects: which steps, by number."""
-    times = _breakdown(trace, selects)
-    if not trace.info.cut:
-        return times
-    # Events are not in the order of time: work of any step may be missing.
-    steps = tuple(replace(step, idle_ns=None, idle=None) for step in times.steps)
-    return replace(times, steps=steps)
-
-
-def _breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     if not trace.gpu.start.size:
         steps = links.steps(trace)
         missing = tuple(missing_work(trace))
@@ -170,6 +161,7 @@ def _step_times(gpu: Gpu) -> Iterator[StepTimes]:
     sums = [in_windows(times, gpu.windows).tolist() for times in _work_times(gpu)]
     idle_times = idle.idle_times(gpu.trace, gpu.rows, gpu.call, gpu.windows)
     depths = queue_depths(gpu.trace, gpu.rows, gpu.call, gpu.windows)
+    is_whole = not gpu.trace.info.cut
     for number, step in enumerate(gpu.numbers):
         first = int(gpu.windows.start[number])
         last = int(gpu.windows.end[number])
@@ -189,10 +181,10 @@ def _step_times(gpu: Gpu) -> Iterator[StepTimes]:
             exposed_comm_ns=exposed_comm_ns,
             memory_ns=memory_ns,
             exposed_memory_ns=exposed_memory_ns,
-            idle_ns=last - first - busy_ns,
+            idle_ns=last - first - busy_ns if is_whole else None,
             other_steps_ns=busy_ns - own_ns,
             num_events=int(own.sum()),
-            idle=idle_times[number],
+            idle=idle_times[number] if is_whole else None,
             queue=depths[number],
         )
 

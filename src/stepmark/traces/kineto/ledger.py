@@ -117,8 +117,8 @@ def _on_host(
     data = without(_data(trace), join(compute.times, comm.times))
     for step in host_times(trace, steps(trace), selects).steps:
         data_ns = clip(data, step.start_ns, step.end_ns).total
-        idle_ns = step.window_ns - step.compute_ns - step.exposed_comm_ns
-        idle = {Idle.HOST: idle_ns - data_ns, Idle.DATA: data_ns}
+        work_ns = step.compute_ns + step.exposed_comm_ns + data_ns
+        idle = {Idle.HOST: step.window_ns - work_ns, Idle.DATA: data_ns}
         yield step.step, _ledger(groups, [*_NAMES, *calls], idle, step.start_ns, step.end_ns)
 
 

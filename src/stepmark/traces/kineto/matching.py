@@ -137,8 +137,7 @@ def match(
     is_disjoint = disjoint([info for info, _ in by_rank.values()]) != ""
     for channel, lists in channels.items():
         if is_disjoint:
-            text = "their ranks' traces do not overlap in time"
-            result.unmatched[text] += sum(map(len, lists.values()))
+            result.unmatched["traces do not overlap in time"] += sum(map(len, lists.values()))
             continue
         for group in _matched(channel, lists, by_rank.keys(), result.unmatched):
             _time(group, spreads)
