@@ -312,9 +312,9 @@ def doubt(measured: Ledger) -> str:
     share = percent(rest_ns, measured.window_ns)
     if abs(share) < _MOST_UNEXPLAINED_PCT:
         return ""
-    text = f"the profile leaves {_short(rest_ns)} ms ({share:.1f} %) of the step unexplained"
+    text = f"the profile leaves {in_ms(rest_ns)} ms ({share:.1f} %) of the step unexplained"
     if rest_ns < 0:
-        more = f"{_short(-rest_ns)} ms ({-share:.1f} %)"
+        more = f"{in_ms(-rest_ns)} ms ({-share:.1f} %)"
         text = f"what was profiled takes {more} longer than the step without the profiler"
     return f"{text}: its lines, and what there is to gain, are not known"
 
@@ -336,6 +336,6 @@ def percent(part: float, whole: float) -> float:
     return 100 * part / whole if whole else 0.0
 
 
-def _short(nanoseconds: float) -> str:
+def in_ms(nanoseconds: float) -> str:
     """Return milliseconds with three digits."""
     return digits(nanoseconds / _MS, 3)
