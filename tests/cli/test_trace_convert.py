@@ -27,7 +27,7 @@ def test_a_trace_of_one_step_and_two_ranks(
     other = tmp_path / "other"
     words[3] = "9"
     assert status(["trace", "convert", str(DATA / "fsdp8"), *words, "--out", str(other)]) == 2
-    assert "5, 6" in capsys.readouterr().err
+    assert "5-6" in capsys.readouterr().err
     assert not other.exists()
     other.mkdir()
     assert status(["trace", "convert", str(DATA / "fsdp8"), *words, "--out", str(other)]) == 2

@@ -96,6 +96,16 @@ def test_one_row_with_states_leaves_the_others_alone() -> None:
     assert ratios[1].verdict is Verdict.FASTER
 
 
+def test_single_slow_launches_of_other_rows_do_not_explain_a_row_that_differs() -> None:
+    """States of three against three launches, where one of six is in the slow state."""
+    rows = list(simulate(random.Random(79), Noise(name="", sd=STATES.sd), {1: 2.2}).rows)
+    for place, slow in ((5, 0.7), (6, 2.3), (7, 3.8)):
+        rows[place] = row([0.001, -0.002, 0.0], [0.002, slow, -0.001])
+    ratios = judge(rows)
+    assert {ratios[place].reason for place in (5, 6, 7)} == {"two states"}
+    assert ratios[1].verdict is Verdict.FASTER
+
+
 def test_rounded_values_are_no_states() -> None:
     """Values that differ by the unit of their last digit, and by twenty of it."""
     (ratio,) = judge([coarse(row([0.0, 0.0, 0.1], [0.0, 0.1, 0.1]))])

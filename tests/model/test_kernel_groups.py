@@ -1,6 +1,6 @@
 import pytest
 
-from stepmark.model.kernel_groups import group_of
+from stepmark.model.kernel_groups import group_of, short_name
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,25 @@ from stepmark.model.kernel_groups import group_of
             "vllm::_typeConvert<c10::BFloat16>::exists>::type vllm::fused_add_rms_norm_kernel",
             "norms",
         ),
+        (
+            "void tensorrt_llm::kernels::quantize_with_block_size<(Type)2, 32, true>"
+            "(int, float const*, unsigned int*, flashinfer::QuantizationSFLayout)",
+            "other",
+        ),
+        ("void flashinfer::BatchDecodeWithPagedKVCacheKernel<8>(flashinfer::P)", "attention"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<"
+            "TensorListMetadata<2>, UnaryOpFunctor<long, 2, 1, 1>, Copy<long, long> >()",
+            "elementwise",
+        ),
         ("void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*)", "other"),
         ("aten::gelu", "other"),
     ],
 )
 def test_the_group_of_a_name(name: str, group: str) -> None:
     assert group_of(name) == group
+
+
+def test_a_short_name_has_the_function() -> None:
+    name = "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(int*)"
+    assert short_name(name) == "multimem_all_reduce_kernel<c10::BFloat16, 16>"

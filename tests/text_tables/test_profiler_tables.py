@@ -252,6 +252,7 @@ def test_a_live_table(unit: str | None, tmp_path: Path) -> None:
     total = sum(event.self_cpu_time_total for event in averages) * 1e3
     assert table.totals["self_cpu"].value == pytest.approx(total, abs=half)
     assert table.communication.bound is None
+    assert table.communication.reasons[0].startswith("it has no Self CUDA (or of another")
 
 
 def test_lost_rows_leave_no_answer(tmp_path: Path) -> None:

@@ -90,6 +90,16 @@ def test_a_comparison_says_which_side_is_cut(
     assert json.loads(run(capsys, *words, "--json", "-"))["cut"] == first
 
 
+def test_what_is_missing_is_not_idle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path)
+    headline = run(capsys, "trace", file).splitlines()[2]
+    assert headline.endswith(", the rest is idle or not in the cut trace")
+    steps = json.loads(run(capsys, "trace", file, "--json", "-"))["steps"]
+    assert {(row["idle_ns"], row["unknown_idle_ns"]) for row in steps} == {(None, None)}
+
+
 def test_files_made_of_a_cut_trace_say_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

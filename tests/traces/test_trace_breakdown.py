@@ -196,6 +196,27 @@ def test_tables_are_written_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture
     assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == names
 
 
+def test_ranks_of_two_jobs_do_not_wait_for_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        writer = TraceWriter(rank=rank, world_size=2)
+        begin = 9_000 * rank
+        writer.step(1, begin, 300 - 250 * rank)
+        writer.collective("allreduce", 1024, 1024, begin + 5, begin + 10, 200 - 190 * rank)
+        writer.write(tmp_path)
+    report = document(capsys, tmp_path)
+    assert report["disjoint"].startswith("The traces of ranks 0 and 1 do not overlap in time")
+    assert report["arrivals"] == []
+    out = run(capsys, tmp_path)[1]
+    assert out.splitlines()[0] == report["disjoint"]
+    assert "if rank 1" not in out
+    assert "slow" not in out
+    assert status(["trace", "messages", str(tmp_path)]) == 0
+    assert "slow rank: not known" in capsys.readouterr().out
+    assert status(["trace", "critical-path", str(tmp_path)]) == 2
+
+
 def test_who_waits_for_whom_is_exact(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,6 +312,12 @@ def test_old_traces_say_why_waiting_is_not_known(capsys: pytest.CaptureFixture[s
     assert report["arrivals"] == []
     assert {row["waiting_ns"] for row in report["steps"]} == {None}
     assert any("how ranks wait for each other is not known" in note for note in report["notes"])
+    headline = run(capsys, TRACES / "dlrm8", "--jobs", "1")[1].splitlines()[0]
+    slowest = "the slowest is rank 5 with 11.485 ms without exposed communication"
+    assert headline.endswith(slowest)
+    assert status(["trace", "messages", str(TRACES / "dlrm8"), "--json", "-"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert {row["calls_per_step"] for row in ranks} == {None}
 
 
 def test_tables_of_a_profiler_as_text_are_read_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,18 @@ def test_two_windows_of_one_rank_are_refused(tmp_path: Path) -> None:
         map_traces(options(tmp_path), kernels)
 
 
+def test_jobs_in_folders_are_named_by_folder(tmp_path: Path) -> None:
+    for job, name in (("a", "rank"), ("b", "rank"), ("c", "worker")):
+        for rank in range(2):
+            (tmp_path / job).mkdir(exist_ok=True)
+            write(tmp_path / job / f"{name}{rank}.json", rank)
+    write(tmp_path / "unknown.json", None)
+    with pytest.raises(ConfigError, match="Here are 4: ") as refused:
+        map_traces(options(tmp_path), kernels)
+    for word in ("/a/rank*.json' (2 ranks)", "/b/rank*.json' (2 ranks)", "/c (2 ranks)"):
+        assert word in str(refused.value)
+
+
 def test_each_of_several_windows_has_its_step_and_a_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +114,7 @@ def test_traces_that_do_not_overlap_in_time_are_said(tmp_path: Path) -> None:
     write(tmp_path / "b.json", 1, start=1000)
     traces = map_traces(options(tmp_path), kernels)
     assert traces is not None
-    assert any("do not overlap in time" in note for note in traces.notes)
+    assert "do not overlap in time" in traces.lead["disjoint"]
 
 
 @pytest.mark.parametrize("word", ["", "nowhere", "*.json"])
@@ -122,6 +134,19 @@ def test_ranks_selects_and_an_absent_rank_is_refused(tmp_path: Path) -> None:
     assert [result.info.rank for result in traces.results] == [1]
     with pytest.raises(ConfigError, match="ranks 0-1"):
         map_traces(options(tmp_path, ranks=(5,)), kernels)
+    given = build(BreakdownOptions, {"files": [str(tmp_path)], "ranks": "0-2,4"})
+    assert given.ranks == (0, 1, 2, 4)
+
+
+def test_a_pattern_has_the_traces_of_folders_and_a_file_counts_once(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"part{rank}").mkdir()
+        write(tmp_path / f"part{rank}" / "a.json", rank)
+    traces = map_traces(options(tmp_path / "part*"), kernels)
+    assert traces is not None
+    assert [result.info.rank for result in traces.results] == [0, 1]
+    with pytest.raises(ConfigError, match="given once"):
+        map_traces(options(tmp_path, tmp_path / "part1"), kernels)
 
 
 def test_a_job_has_as_many_ranks_as_its_groups_say(tmp_path: Path) -> None:
@@ -187,9 +212,8 @@ def test_a_list_of_other_things_is_no_trace(text: str, tmp_path: Path) -> None:
         map_traces(options(tmp_path / "a.json"), kernels)
 
 
-def test_steps_are_shown_as_they_are_given() -> None:
+def test_steps_are_numbers_and_ranges() -> None:
     given = build(BreakdownOptions, {"files": ["a"], "steps": "5,7-9"})
-    assert str(given.steps) == "5,7-9"
     assert [number for number in range(12) if given.has_step(number)] == [5, 7, 8, 9]
     with pytest.raises(ConfigError, match="rising"):
         build(BreakdownOptions, {"files": ["a"], "steps": "9-7"})

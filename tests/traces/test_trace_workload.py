@@ -46,7 +46,7 @@ def workload_of(folder: Path, *scripts: Script) -> Workload:
 
 @pytest.mark.parametrize(("name", "step"), [("fsdp8", 5), ("a100-nccl", 5), ("mi300-rccl", 15)])
 def test_messages_are_those_that_are_counted(name: str, step: int) -> None:
-    workload = read(options(DATA / name, steps=((step, step),)))
+    workload = read(options(DATA / name, steps=(step,)))
     assert workload is not None
     assert len(workload.stages) == 1
     files = sorted((DATA / name).iterdir())
@@ -226,7 +226,7 @@ def test_a_traced_step_is_predicted_with_its_own_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """8 H200, FSDP2: the lines are those of the rank that the others wait for."""
-    workload = read(options(DATA / "fsdp8", steps=((6, 6),)))
+    workload = read(options(DATA / "fsdp8", steps=(6,)))
     assert workload is not None
     file, out = tmp_path / "step.json", tmp_path / "out.json"
     file.write_bytes(native.encode(workload))
@@ -280,9 +280,9 @@ def test_what_cannot_be_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="state the messages"):
         read(options(DATA / "dlrm8"))
     with pytest.raises(ConfigError, match="one step"):
-        read(options(DATA / "fsdp8", steps=((5, 6),)))
+        read(options(DATA / "fsdp8", steps=(5, 6)))
     with pytest.raises(ConfigError, match="a step of all ranks"):
-        read(options(DATA / "fsdp8", steps=((9, 9),)))
+        read(options(DATA / "fsdp8", steps=(9,)))
     script = Script(0, 4)
     script.step(0, 50)
     script.message("allreduce", 4, (22, 30), (0, 1, 3))

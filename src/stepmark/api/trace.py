@@ -63,7 +63,7 @@ class Trace(Table):
 
     def show(self, *, details: bool = False) -> None:
         """Print what `stepmark trace breakdown` prints. details: launch calls and copies."""
-        first = filter(None, (self._times.cut, self._times.step_groups))
+        first = filter(None, self._times.lead.values())
         print("\n".join([*first, *self._times.lines(details=details)]))  # noqa: T201
 
 

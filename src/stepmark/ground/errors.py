@@ -29,6 +29,7 @@ class ConfigError(StepmarkError):
     exit_code = 2
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
+        value = ",".join(map(str, value)) if isinstance(value, tuple) else value
         text = "missing" if value is None else redact(str(value))
         self.field = field
         self.value = _shortened(text, 80)

@@ -1,15 +1,27 @@
 """Groups of options that several verbs share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.options import Duration, between, comma_list, dashed, flag, group
+from stepmark.ground.options import (
+    Duration,
+    between,
+    comma_list,
+    dashed,
+    flag,
+    group,
+    read_ranges,
+)
 
 Degree = Annotated[int, between(1, 2**20)]
-Ranks = Annotated[tuple[int, ...], comma_list(between(0, 2**20))]  # limits: --nproc
+Ranks = Annotated[
+    tuple[int, ...],
+    replace(comma_list(between(0, 2**20)), read=partial(read_ranges, least=0)),
+]
 OUT = ("--out", "-o")
 MBS = "sequences per micro-batch, split by train --pp"
 MICRO_BATCH = ("--mbs", "--bsz", "--micro-batch", "--micro-batch-size", "--batch-size")

@@ -295,16 +295,17 @@ def comma_list(of: Reader, everything: tuple[Any, ...] = ()) -> Reader:
     )
 
 
-def _ranges(text: str, field: str) -> tuple[int, ...]:
-    """Read '1,2' or '1-8'."""
+def read_ranges(text: str, field: str, least: int = 1, most: int = 2**20) -> tuple[int, ...]:
+    """Read '1,2' or '1-8'. least, most: limits of a number."""
     numbers: list[int] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()) or len(part) > 40:
             raise ConfigError(field, text, "whole numbers such as 1, 1,2 or 1-8")
         last = int(high) if dash else int(low)
-        if not 1 <= int(low) <= last <= 2**20 or last - int(low) > 4096:
-            raise ConfigError(field, text, "whole numbers from 1, in rising order in a range")
+        if not least <= int(low) <= last <= most or last - int(low) > 4096:
+            allowed = f"whole numbers from {least}, in rising order in a range"
+            raise ConfigError(field, text, allowed)
         numbers += range(int(low), last + 1)
     return tuple(numbers)
 
@@ -313,7 +314,7 @@ Words = Annotated[tuple[str, ...], comma_list(_READERS[str])]
 WholeNumbers = Annotated[
     tuple[int, ...],
     Reader(
-        read=_ranges,
+        read=read_ranges,
         show=lambda numbers: ",".join(map(str, numbers)),
         metavar="1,2|1-8",
         is_sequence=True,

@@ -64,9 +64,10 @@ class _Difference:
 
     launch: variance of one launch. error: of the difference. drift: its part that more
     launches do not lower. common: what all rows of its launches share; None if unknown. gap:
-    between the two states in which launches are, if they are. doubt: why there is no verdict,
-    however certain the difference is. repeats_df: degrees of freedom that repeats on other
-    machines give. slow: as much as slow launches of so few may explain.
+    between the two states in which launches are, if they are; num_rare: launches in the rarer
+    one. doubt: why there is no verdict, however certain the difference is. repeats_df: degrees
+    of freedom that repeats on other machines give. slow: as much as slow launches of so few may
+    explain.
     """
 
     row: Row
@@ -76,6 +77,7 @@ class _Difference:
     drift: float = 0.0
     common: Variance | None = None
     gap: float = 0.0
+    num_rare: int = 0
     doubt: str = ""
     repeats_df: int = 0
     slow: float = 0.0
@@ -197,38 +199,46 @@ def _paired(rows: Sequence[Row]) -> Iterable[_Difference]:
 
 def _unpaired(rows: Sequence[Row]) -> Iterable[_Difference]:
     shift = median(row.base.mean - row.other.mean for row in rows)
-    gaps = [max(_gap(row, 0.0), _gap(row, shift)) for row in rows]
-    split = [(row, gap) for row, gap in zip(rows, gaps, strict=True) if gap]
-    rows = [row for row, gap in zip(rows, gaps, strict=True) if not gap]
+    states = [max(_states(row, 0.0), _states(row, shift)) for row in rows]
     differences = []
-    for row, gap in split:  # alone: the variance of the others is not theirs
-        differences += [replace(d, gap=gap, doubt="two states") for d in _alike([row])]
-    return [*differences, *_alike(rows)]
+    for row, (gap, num_rare) in zip(rows, states, strict=True):
+        if gap:  # alone: the variance of the others is not theirs
+            differences += [
+                replace(d, gap=gap, num_rare=num_rare, doubt="two states")
+                for d in _alike([row])
+            ]
+    others = [row for row, (gap, _) in zip(rows, states, strict=True) if not gap]
+    return [*differences, *_alike(others)]
 
 
-def _gap(row: Row, shift: float) -> float:
-    """Return the distance of the two states in which launches are; 0 where none are seen.
+def _states(row: Row, shift: float) -> tuple[float, int]:
+    """Return how far apart the two states of launches are, and how many are in the rarer one.
 
-    shift: of the sides, which is no state. From eight launches on, their number in each state
-    is judged as any other variation.
+    Both are 0 where no states are seen. shift: of the sides, which is no state. From eight
+    launches on, their number in each state is judged as any other variation.
     """
     base = sorted(row.base.logs.values())
     logs = sorted([*base, *(log + shift for log in row.other.logs.values())])
-    if len(logs) < 4 or _split_by_chance(row) < FALSE_SHARE:
-        return 0.0
+    if len(logs) < 4 or _split_by_chance(len(base), len(row.other.logs)) < FALSE_SHARE:
+        return 0.0, 0
     gap, low = max((after - before, before) for before, after in pairwise(logs))
     states = [[log for log in logs if log <= low], [log for log in logs if log > low]]
     if base in states:
-        return 0.0  # the sides differ
+        return 0.0, 0  # the sides differ
     squares, df = squares_within({str(n): x for n, x in enumerate(s)} for s in states)
     rounding = max(row.base.rounding, row.other.rounding)
     spread = math.sqrt(squares / df + rounding**2 / 12)
-    return gap if gap > t_quantile(_P_GAP, df) * spread else 0.0
+    if gap <= t_quantile(_P_GAP, df) * spread:
+        return 0.0, 0
+    return gap, min(map(len, states))
 
 
-def _split_by_chance(row: Row) -> float:
-    """Return how often two sides are in one state each, where launches are in either."""
-    return 2.0 ** (1 - len(row.base.logs) - len(row.other.logs))
+def _split_by_chance(base: int, other: int, rare: float = 0.5) -> float:
+    """Return how often sides of so many launches are in one of two states each.
+
+    rare: share of launches in one of them.
+    """
+    return rare**base * (1 - rare) ** other + (1 - rare) ** base * rare**other
 
 
 def _alike(rows: Sequence[Row]) -> Sequence[_Difference]:
@@ -309,12 +319,8 @@ def _is_by_chance(row: Row) -> bool:
     """Whether all launches of one side, and none of the other, may be slow."""
     if row.base.past or row.other.past:
         return False
-    return _is_by_chance_of(len(row.base.logs), len(row.other.logs))
-
-
-def _is_by_chance_of(base: int, other: int) -> bool:
-    fast = 1 - _SLOW
-    return _SLOW**base * fast**other + fast**base * _SLOW**other > _MOST_BY_CHANCE
+    by_chance = _split_by_chance(len(row.base.logs), len(row.other.logs), _SLOW)
+    return by_chance > _MOST_BY_CHANCE
 
 
 def _widened_by_spread(differences: Sequence[_Difference]) -> Sequence[_Difference]:
@@ -393,15 +399,19 @@ def _least_p(differences: Sequence[_Difference], share: float) -> set[int]:
 
 def _doubted(differences: Sequence[_Difference], certain: set[int]) -> Sequence[_Difference]:
     """Name rows that differ alone, as those do whose sides happen to be in different states."""
-    gaps = [d.gap for d in differences if d.gap]
+    split = [d for d in differences if d.gap]
+    gaps = [d.gap for d in split]
     others = [d for d in differences if not d.gap]
     num_states = len(gaps) - _GAP_CHANCE * len(differences)
     if not gaps or not others:
         return differences
     middle = median(d.log_speed for d in others)
+    num_launches = sum(len(d.row.base.logs) + len(d.row.other.logs) for d in split)
+    # By the rule of succession: launches that were seen in the rarer state, and one more.
+    rare = (1 + sum(d.num_rare for d in split)) / (2 + num_launches)
 
     def is_doubted(d: _Difference) -> bool:
-        by_chance = _split_by_chance(d.row)
+        by_chance = _split_by_chance(len(d.row.base.logs), len(d.row.other.logs), rare)
         return (
             id(d.row) in certain
             and num_states * by_chance / (1 - by_chance) > _MOST_SPLIT
@@ -588,7 +598,8 @@ def _launches_that_tell(difference: _Difference, floor: float) -> int | None:
         df = difference.launch.df + 2 * (count - own)
         launches = Variance(2 * difference.launch.value / count, df)
         error = total([launches, Variance(difference.drift, _DRIFT.df)])
-        slow = difference.slow if _is_by_chance_of(count, count) else 0.0
+        is_by_chance = _split_by_chance(count, count, _SLOW) > _MOST_BY_CHANCE
+        slow = difference.slow if is_by_chance else 0.0
         is_certain = change >= limit and error.quantile(_P_ROW) + slow < change
         return is_certain or error.quantile(_P_INTERVAL) + slow < limit - change
 

@@ -22,8 +22,11 @@ GROUPS: dict[str, str] = {
     r"|graph_\d",
     COMMUNICATION: r"nccl|rccl|msccl|c10d|gloo|all_?gather(?!_copy)|reduce_?scatter"
     r"|all_?reduce|all_?to_?all|cross_device_reduce|multimem|symm_mem|nvshmem|deep_?ep\b",
-    "attention": r"flash|fmha|attention|attn|sdpa|aiter.*(?:mha|mla|paged)",
-    OPTIMIZER: r"adam|multi_tensor_apply|foreach|lerp_|addcmul|addcdiv",
+    "attention": r"flash(?!infer::)|(?:prefill|decode)with\w*kvcache|fmha|attention|attn|sdpa"
+    r"|aiter.*(?:mha|mla|paged)",
+    # Parameters, gradients and moments are no integers.
+    OPTIMIZER: r"adam|multi_tensor_apply(?!.*Functor<(?:int|long)\b)|foreach|lerp_|addcmul"
+    r"|addcdiv",
     "convolutions": r"conv(?!er)|(?:wgrad|dgrad|fprop)_|implicit_gemm|_scudnn_|winograd|igemm_"
     r"(?:fwd|bwd|wrw)|nchwtonhwc|nhwctonchw|miopen",
     "matrix products": r"gemm|gemv|nvjet|cublas|xmma|\bcutlass_|cutlass::(?:device_)?kernel"
@@ -40,6 +43,12 @@ _PATTERNS = {group: re.compile(words, re.IGNORECASE) for group, words in GROUPS.
 
 
 _MAX_NAME = 20_000  # characters; names of CUTLASS's kernels have thousands
+
+
+def short_name(name: str) -> str:
+    """Return the name of a kernel without its type and arguments."""
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return plain.partition("(")[0]
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,5 +1,6 @@
 """Ledgers of measured steps: of traces (stepmark trace ledger), training cases, two runs."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,11 +50,11 @@ def ledger(options: LedgerOptions) -> int:
     found = _read(without_pauses(options), shares=True)
     if found is None:
         return 0
-    steps, notes, first_sentences = found
+    steps, notes, lead = found
     rows = report.step_rows(steps)
     document = {"notes": notes, "definitions": report.DEFINITIONS, "rows": rows}
     lines = (*report.step_lines(steps), *(f"note: {note}" for note in notes))
-    deliver(options, "ledger", document, {"ledger": rows}, lines, *first_sentences)
+    deliver(options, "ledger", document, {"ledger": rows}, lines, lead)
     return 0
 
 
@@ -156,7 +157,7 @@ def _profiled(path: Path) -> dict[str, tuple[Measured, Row]]:
 
 def _read(
     inputs: TraceInputs, *, shares: bool
-) -> tuple[list[RankLedger], list[str], tuple[str, str]] | None:
+) -> tuple[list[RankLedger], list[str], Mapping[str, str]] | None:
     """Return the ledger of each step of each rank, notes, and the first sentences of a report.
 
     None on ranks of a launcher that do not report.
@@ -172,7 +173,7 @@ def _read(
         for rank, times in ranks
         for step, ledger in zip(times.steps, own[rank], strict=True)
     ]
-    return steps, [*traces.notes, *notes], (traces.cut, traces.step_groups)
+    return steps, [*traces.notes, *notes], traces.lead
 
 
 def _reduce(inputs: TraceInputs, trace: RankTrace) -> tuple[RankParts, tuple[Ledger, ...]]:

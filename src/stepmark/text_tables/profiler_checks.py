@@ -23,6 +23,13 @@ _MAX_CONCURRENT = 8
 _MIN_AGREEMENT = 0.6
 _SLACK = 1e-6
 _MAYBE_COMMUNICATION = (RowKind.COLLECTIVE, RowKind.COMM_KERNEL, RowKind.DEVICE_ROW)
+# Columns without which communication is not told.
+_NEEDED = {
+    "self_cpu": "Self CPU",
+    "cpu": "CPU total",
+    "self_device": "Self CUDA (or of another device)",
+    "device": "CUDA total",
+}
 _NO_WORK = {
     RowKind.MARKER: "markers of PyTorch-ROCm before 2.1.2 are no work of the device",
     RowKind.HOST_CALL: "a call of the runtime runs nothing on the device",
@@ -124,8 +131,8 @@ def communication(table: ProfilerTable) -> Communication:
     steps = _steps_ns(table)
     everything = sums.get("self_device", (0.0, 0.0))
     # Kernels are told from operators by their lack of CPU time.
-    if not table.columns.keys() >= {"self_device", "device", "self_cpu", "cpu"}:
-        return Communication.unknown("it lacks self or total times of the CPU or a device")
+    if missing := [text for key, text in _NEEDED.items() if key not in table.columns]:
+        return Communication.unknown(f"it has no {' and no '.join(missing)}")
     if any(flag.rule == DAMAGED for flag in table.flags):
         return Communication.unknown("rows of the table may be lost")
     if everything[1] <= 0:

@@ -237,14 +237,14 @@ def difference_lines(
         row: Row = {"part": part, "first_ns": first_ns, "second_ns": second_ns}
         if first_ns is not None and second_ns is not None:
             row["apart_ns"] = second_ns - first_ns
-            row["apart_pct"] = _percent(second_ns - first_ns, step_ns)
+            row["apart_pct"] = percent(second_ns - first_ns, step_ns)
         rows.append(row)
     total_ns = absolute_ns(first, second)
     rows.append(
         {
             "part": "sum of absolute differences of lines",
             "apart_ns": MS.show(total_ns),
-            "apart_pct": f"{_percent(total_ns, step_ns):.1f}" if step_ns else None,
+            "apart_pct": f"{percent(total_ns, step_ns):.1f}" if step_ns else None,
         }
     )
     yield from Table(rows, columns).text()
@@ -309,12 +309,12 @@ def source_line(measured: MeasuredLedger) -> str:
 def doubt(measured: Ledger) -> str:
     """Return why the lines are not known; "" where the profile explains the step."""
     rest_ns = measured.lines.get(UNEXPLAINED, 0)
-    share = _percent(rest_ns, measured.window_ns)
+    share = percent(rest_ns, measured.window_ns)
     if abs(share) < _MOST_UNEXPLAINED_PCT:
         return ""
-    text = f"the profile leaves {_short(rest_ns)} ms ({share:.1f} %) of the step unexplained"
+    text = f"the profile leaves {in_ms(rest_ns)} ms ({share:.1f} %) of the step unexplained"
     if rest_ns < 0:
-        more = f"{_short(-rest_ns)} ms ({-share:.1f} %)"
+        more = f"{in_ms(-rest_ns)} ms ({-share:.1f} %)"
         text = f"what was profiled takes {more} longer than the step without the profiler"
     return f"{text}: its lines, and what there is to gain, are not known"
 
@@ -331,10 +331,11 @@ def words_of(line: Line) -> str:
     }[group]
 
 
-def _percent(part: float, whole: float) -> float:
+def percent(part: float, whole: float) -> float:
+    """Return a share in percent, 0 of nothing."""
     return 100 * part / whole if whole else 0.0
 
 
-def _short(nanoseconds: float) -> str:
+def in_ms(nanoseconds: float) -> str:
     """Return milliseconds with three digits."""
     return digits(nanoseconds / _MS, 3)

@@ -2,10 +2,16 @@
 
 from collections import defaultdict
 
-from stepmark.tables.columns import digits
 from stepmark.timeline.ledger import RECOMPUTED, WAITING, Group, Idle, Ledger
 from stepmark.timeline.ledger_rows import LedgerTable, ledger_table
-from stepmark.timeline.ledger_text import UNDER_COMMUNICATION, doubt, lines_of, words_of
+from stepmark.timeline.ledger_text import (
+    UNDER_COMMUNICATION,
+    doubt,
+    in_ms,
+    lines_of,
+    percent,
+    words_of,
+)
 
 _NOTABLE_PCT = 1.0
 _MOST_LINES = 2  # of a difference, beside the others together
@@ -26,15 +32,15 @@ def sentence(
     subject: model, strategy and devices. interval: of the prediction, as text. validity: what
     speaks against the measurement.
     """
-    parts = [f"{subject}: measured {_short(measured.window_ns)} ms"]
+    parts = [f"{subject}: measured {in_ms(measured.window_ns)} ms"]
     if validity:
         parts[0] += f" (doubtful: {validity})"
     unknown = doubt(measured)
     if predicted is not None:
-        error = _percent(predicted.window_ns - measured.window_ns, measured.window_ns)
+        error = percent(predicted.window_ns - measured.window_ns, measured.window_ns)
         off = f"{abs(error):.1f} % too {'high' if error > 0 else 'low'}"
         facts = [off if abs(error) >= 0.05 else "within 0.05 %", *filter(None, [interval])]
-        parts[0] += f", predicted {_short(predicted.window_ns)} ms ({'; '.join(facts)})"
+        parts[0] += f", predicted {in_ms(predicted.window_ns)} ms ({'; '.join(facts)})"
         if not unknown:
             parts += filter(None, [difference_text(predicted, measured)])
     if mfu_pct is not None:
@@ -83,19 +89,10 @@ def avoidable_text(measured: Ledger) -> str:
         **{words_of((Group.IDLE, str(each))): idle[each] for each in (Idle.DATA, Idle.RANK)},
     }
     name, time_ns = max(times.items(), key=lambda item: item[1])
-    share = _percent(time_ns, measured.window_ns)
+    share = percent(time_ns, measured.window_ns)
     if share < _NOTABLE_PCT:
         return f"no avoidable time above {_NOTABLE_PCT:.0f} % of the step"
     if name == "exposed communication":
         is_waiting = 2 * measured.within.get(WAITING, 0) > time_ns
         name += f", mostly {WAITING if is_waiting else lines_of([measured], Group.COMM)[0][1]}"
-    return f"largest avoidable time: {name}, at most {_short(time_ns)} ms ({share:.1f} %)"
-
-
-def _percent(part: float, whole: float) -> float:
-    return 100 * part / whole if whole else 0.0
-
-
-def _short(nanoseconds: float) -> str:
-    """Return milliseconds with three digits."""
-    return digits(nanoseconds / 1e6, 3)
+    return f"largest avoidable time: {name}, at most {in_ms(time_ns)} ms ({share:.1f} %)"

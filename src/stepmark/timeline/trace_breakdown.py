@@ -28,8 +28,9 @@ class QueueDepth:
 class StepTimes:
     """One step on one GPU, or on the host where the trace has no GPU events.
 
-    compute, exposed_comm, exposed_memory and idle add up to the window. step: None is the whole
-    trace, without marks. device: None is the host; copies are then compute.
+    compute, exposed_comm, exposed_memory and idle add up to the window; idle is None where the
+    trace is cut: events are not in the order of time, and any step may lack some. step: None is
+    the whole trace, without marks. device: None is the host; copies are then compute.
     other_steps_ns: time in the window in which only work of other steps, or of unknown steps,
     runs. It is part of the times above.
     waiting_ns: communication in which the rank waits for another one, as far as its calls are
@@ -46,7 +47,7 @@ class StepTimes:
     exposed_comm_ns: int
     memory_ns: int = 0
     exposed_memory_ns: int = 0
-    idle_ns: int
+    idle_ns: int | None
     other_steps_ns: int = 0
     num_events: int
     idle: IdleTimes | None = None

@@ -54,7 +54,7 @@ def breakdown(options: BreakdownOptions) -> int:
             # A step of a rank is one of as many as messages are means over.
             histogram.rows(times.messages.histogram, num_ranks_seen=times.messages.num_steps),
             lines,
-            lead=" ".join(filter(None, (times.cut, times.step_groups, lines[0]))),
+            lead=" ".join(filter(None, (*times.lead.values(), lines[0]))),
         )
         write_text(options.html, page.html(), "html")
     document = {
@@ -65,7 +65,7 @@ def breakdown(options: BreakdownOptions) -> int:
         **tables,
     }
     text = times.lines(details=options.details)
-    deliver(options, "breakdown", document, tables, text, times.cut, times.step_groups)
+    deliver(options, "breakdown", document, tables, text, times.lead)
     return 0
 
 
@@ -73,7 +73,7 @@ def breakdown(options: BreakdownOptions) -> int:
 class StepTimes:
     """Where the time of each step went, on each rank whose trace was read.
 
-    cut, step_groups: the first sentences of the report, see TraceSet.
+    lead: the first sentences of the report, see TraceSet.
     """
 
     world_size: int | None
@@ -82,8 +82,7 @@ class StepTimes:
     messages: Messages
     bars: dict[int, Bars]  # of a step, by rank; none unless there is a page
     notes: list[str]
-    cut: str = ""
-    step_groups: str = ""
+    lead: Mapping[str, str]
 
     @property
     def tables(self) -> dict[str, list[Row]]:
@@ -111,8 +110,7 @@ def step_times(options: BreakdownOptions) -> StepTimes | None:
         messages=messages,
         bars={rank: own for r in traces.results for rank, own in r.value[1].items()},
         notes=[*traces.notes, *notes],
-        cut=traces.cut,
-        step_groups=traces.step_groups,
+        lead=traces.lead,
     )
 
 

@@ -221,16 +221,36 @@ def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
                     words = "host-bound" if part == "host_bound_ns" else "of unknown cause"
                     cause = f" ({MS.show(own / len(steps))} ms is {words})"
             parts.append(f"{title.strip()} {_share(time, took)}{cause}")
-    by_rank = group_by(steps, lambda row: row["rank"])
-    times = {rank: _sum(own, "window_ns") / len(own) for rank, own in by_rank.items()}
-    slowest = max(times, key=lambda rank: times[rank])
-    if " for rank " not in waiting and times[slowest] > (1 + _NOTABLE) * mean(times.values()):
-        parts.append(f"the slowest is rank {slowest} with {MS.show(times[slowest])} ms")
+    if any(row["idle_ns"] is None for row in steps):
+        parts.append("the rest is idle or not in the cut trace")
+    if " for rank " not in waiting:
+        parts += _slowest(steps)
     average = " on average" if len(steps) > 1 else ""
     where = " on the host (no GPU events)" if steps[0]["clock"] == "host" else ""
     return (
         f"{_which(steps)}{where}: {MS.show(took / len(steps))} ms{average}: {', '.join(parts)}"
     )
+
+
+def _slowest(steps: Sequence[Row]) -> Iterator[str]:
+    """Yield the rank with the longest steps, without the time that is or may be waiting."""
+    is_known = all(row["exposed_waiting_ns"] is not None for row in steps)
+    waits = "exposed_waiting_ns" if is_known else "exposed_comm_ns"
+    by_rank = group_by(steps, lambda row: row["rank"])
+    own = {
+        rank: (_sum(rows, "window_ns") - _sum(rows, waits)) / len(rows)
+        for rank, rows in by_rank.items()
+    }
+    slowest = max(own, key=lambda rank: own[rank])
+    longer_ns = own[slowest] - mean(own.values())
+    latest_begin = max(min(_ns(row, "start_ns") for row in rows) for rows in by_rank.values())
+    first_end = min(max(_ns(row, "end_ns") for row in rows) for rows in by_rank.values())
+    is_one_job = latest_begin < first_end
+    if is_one_job and longer_ns * len(steps) > _NOTABLE * _sum(steps, "window_ns"):
+        text = f"the slowest is rank {slowest} with {MS.show(own[slowest])} ms"
+        if _sum(steps, waits):
+            text += " without waiting" if is_known else " without exposed communication"
+        yield text
 
 
 def _waiting(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
@@ -275,7 +295,8 @@ def _gain_lines(steps: Sequence[Row], arrivals: Sequence[Row]) -> Iterator[str]:
         return
     waiting, rank = min((_mean(steps, "exposed_waiting_ns", {rank}), rank) for rank in others)
     took = _mean(steps, "window_ns", ranks)
-    if waiting > _NOTABLE * took:
+    # More than a step cannot be gained: the ranks' steps are then not of one length.
+    if _NOTABLE * took < waiting < took:
         yield (
             f"if rank {slowest} arrived with the others, the step would be at most "
             f"{MS.show(waiting)} ms ({_share(waiting, took)}) shorter (exposed waiting of rank "
@@ -284,7 +305,8 @@ def _gain_lines(steps: Sequence[Row], arrivals: Sequence[Row]) -> Iterator[str]:
 
 
 def _mean(steps: Sequence[Row], name: str, ranks: set[object]) -> float:
-    return mean([_ns(row, name) for row in steps if row["rank"] in ranks] or [0])
+    own = [row for row in steps if row["rank"] in ranks and row[name] is not None]
+    return mean([_ns(row, name) for row in own] or [0])
 
 
 def _which(steps: Sequence[Row]) -> str:
@@ -348,7 +370,8 @@ def _arrival_lines(steps: Sequence[Row], rows: Sequence[Row]) -> Iterator[str]:
     )
     is_cut = len(rows) > _MOST_ROWS
     most = f", the {_MOST_ROWS} that are waited for the most" if is_cut else ""
-    yield f"Calls matched over ranks{most}; means in ms of a step, early: of a call:"
+    units = "means: waits in ms of a step, early of a call"
+    yield f"Calls matched over ranks, of all steps{most}; {units}:"
     shown: list[Row] = []
     for row in order[:_MOST_ROWS]:
         num_steps = _ns(row, "steps")

@@ -41,11 +41,12 @@ from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces.kineto.checks import checked
 from stepmark.traces.kineto.events import LEFT_OUT
 from stepmark.traces.kineto.links import step_numbers
+from stepmark.traces.kineto.matching import disjoint
 from stepmark.traces.kineto.reader import read_trace
 from stepmark.traces.kineto.stream import looks_like_trace
 from stepmark.traces.step_groups import is_paused, step_groups, step_windows
 from stepmark.traces.trace_cache import read_cached
-from stepmark.traces.trace_options import StepRanges, TraceInputs
+from stepmark.traces.trace_options import TraceInputs
 
 R = TypeVar("R")
 T = TypeVar("T", bound=TraceInputs)
@@ -75,16 +76,21 @@ class RankResult(Generic[R]):
 class TraceSet(Generic[R]):
     """Results of all traces of one job by rank, and what to say about them.
 
-    cut: the first sentence of every report: which traces end early, and what of them was read;
-    "" where all are whole. step_groups: the second one, where steps fall in two groups.
+    lead: the first sentences of every report by JSON key, "" where they do not apply: `cut`,
+    which traces end early, and what of them was read; `disjoint`, which do not overlap in time;
+    `step_groups`, where steps fall in two groups.
     """
 
     results: tuple[RankResult[R], ...]
     world_size: int
     missing: tuple[int, ...]
     notes: tuple[str, ...]
-    cut: str = ""
-    step_groups: str = ""
+    lead: Mapping[str, str]
+
+    @property
+    def cut(self) -> str:
+        """Return which traces end early; "" where all are whole."""
+        return self.lead["cut"]
 
 
 def map_traces(
@@ -140,10 +146,12 @@ def trace_files(inputs: TraceInputs) -> list[Path]:
     """Return the files of the traces. Raises ConfigError where there are none."""
     paths: list[Path] = []
     for word in inputs.files:
-        names = [path for path in _expand(word, inputs.runs) if path not in paths]
+        names = _expand(word, inputs.runs)
         if not names and not paths:
             raise ConfigError("trace", word, "a folder or pattern with .json or .json.gz files")
-        paths += names
+        if names and paths and not set(names) - set(paths):
+            raise ConfigError("trace", word, "given once: its traces are in those before it")
+        paths += [path for path in names if path not in paths]
     if len(paths) > _MAX_FILES:
         raise ConfigError("trace", len(paths), f"at most {_MAX_FILES} files")
     return paths
@@ -159,7 +167,8 @@ def _expand(word: str, runs: Path) -> list[Path]:
     if path.exists():
         return [path]
     if glob.has_magic(word):
-        return sorted(each for each in map(Path, glob.glob(word)) if each.is_file())
+        matches = sorted(glob.glob(word))
+        return [file for match in matches for file in _expand(match, runs)]
     try:
         run = find_run(runs, word)
     except ConfigError as error:
@@ -249,9 +258,9 @@ def _result(work: Callable[[Path], RankResult[R]], path: Path) -> RankResult[R]:
 def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[R]:
     """Return the results by rank. Raises ConfigError for traces of different jobs."""
     notes: list[str] = []
+    _refuse_several_windows(results, inputs)
     named = [_with_rank(result, len(results), notes) for result in results]
     _refuse_two_jobs(named)
-    _refuse_several_windows(named, inputs)
     sizes = {result.info.world_size for result in named} - {None}
     least = max(max(1 + (r.info.rank or 0), r.least_ranks) for r in named)
     world_size = next(iter(sizes), None) or min(least, MAX_RANKS)
@@ -262,7 +271,6 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
             f"{len(missing)} of {world_size} ranks have no trace here ({ranks_text(missing)}): "
             "how long the others wait for them is not known"
         )
-    notes += _apart([result.info for result in named])
     notes += _unequal_steps(named)
     notes += _left_out_pauses(named[0], inputs)
     notes += damage_notes((r.info.rank or 0, damage) for r in named for damage in r.info.damage)
@@ -277,8 +285,11 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
         world_size=world_size,
         missing=missing,
         notes=tuple(notes),
-        cut=_cut_text([result.info for result in named]),
-        step_groups=_step_groups_text(named, inputs),
+        lead={
+            "cut": _cut_text([result.info for result in named]),
+            "disjoint": disjoint([result.info for result in named]),
+            "step_groups": _step_groups_text(named, inputs),
+        },
     )
 
 
@@ -297,7 +308,7 @@ def _cut_text(infos: Sequence[RankInfo]) -> str:
         parts.append(f"and of {len(cut) - len(parts)} more ranks")
     return (
         f"{which}, the end is missing: {cut[0].cut}. Only this part was read: "
-        f"{'; '.join(parts)}. All figures are of it alone."
+        f"{'; '.join(parts)}. All figures are of it alone: work that is missing looks idle."
     )
 
 
@@ -323,7 +334,7 @@ def without_pauses(inputs: T) -> T:
     groups = step_groups(step_windows(read(files[0])))
     if groups is None:
         return inputs
-    return replace(inputs, steps=StepRanges((step, step) for step in groups.fast))
+    return replace(inputs, steps=tuple(groups.fast))
 
 
 def _left_out_pauses(result: RankResult[R], inputs: TraceInputs) -> Iterator[str]:
@@ -379,14 +390,13 @@ def _refuse_two_jobs(results: Sequence[RankResult[R]]) -> None:
 
 
 def _refuse_several_windows(results: Sequence[RankResult[R]], inputs: TraceInputs) -> None:
-    """Refuse several traces of one rank, with a command for each window that there is."""
-    if len({result.info.rank for result in results}) == len(results):
+    """Refuse several traces of one rank, with a command for each job and window."""
+    ranks = [rank_of(result.info) for result in results]
+    if len({*ranks} - {None}) == len(ranks) - ranks.count(None):
         return
-    windows = group_by(results, lambda r: _RANK_IN_NAME.sub("rank*", Path(r.info.file).name))
+    windows = _windows(results)
     commands = []
-    for pattern, own in windows.items():
-        file = Path(own[0].info.file)
-        word = str(file.with_name(pattern)) if len(own) > 1 else str(file)
+    for word, own in windows.items():
         groups = step_groups(own[0].windows)
         took = median(groups.fast.values() if groups else own[0].windows.values() or [0]) / 1e6
         step = f"step of {digits(took)} ms, " if took else ""
@@ -394,21 +404,25 @@ def _refuse_several_windows(results: Sequence[RankResult[R]], inputs: TraceInput
         commands.append(f"{command} ({step}{plural(len(own), 'rank')})")
     if (more := len(commands) - _MOST_WINDOWS) > 0:
         commands[_MOST_WINDOWS:] = [f"and {more} more"]
-    allowed = f"one trace of each rank, of one window. Here are {len(windows)}: "
+    allowed = f"one trace of each rank, of one job and window. Here are {len(windows)}: "
     raise ConfigError("trace", " ".join(inputs.files), allowed + "; ".join(commands))
 
 
-def _apart(infos: Sequence[RankInfo]) -> Iterator[str]:
-    """Yield a note where two traces were not taken at the same time."""
-    spans = [(info.first, info.last, info.rank) for info in infos if info.first is not None]
-    if spans:
-        late = max(spans)
-        early = min(spans, key=lambda span: span[1] or 0)
-        if late[0] > (early[1] or 0):
-            yield (
-                f"the traces of ranks {early[2]} and {late[2]} do not overlap in time: they "
-                "are of two jobs, or of two windows"
-            )
+def _windows(results: Sequence[RankResult[R]]) -> dict[str, list[RankResult[R]]]:
+    """Return the traces of each job and window by the word that names them on a command line.
+
+    Paths of one differ in the rank alone; or it has a folder, with one trace of each rank.
+    """
+    windows: dict[str, list[RankResult[R]]] = {}
+    patterns = group_by(results, lambda result: _RANK_IN_NAME.sub("rank*", result.info.file))
+    for folder, items in group_by(patterns.items(), lambda item: Path(item[0]).parent).items():
+        own = [result for _, part in items for result in part]
+        ranks = {rank_of(result.info) for result in own} - {None}
+        if len(items) > 1 and len(ranks) == len(own):
+            windows[str(folder)] = own
+        else:
+            windows |= {p if len(part) > 1 else part[0].info.file: part for p, part in items}
+    return windows
 
 
 def _unequal_steps(results: Sequence[RankResult[R]]) -> Iterator[str]:
@@ -433,20 +447,19 @@ def deliver(
     document: Mapping[str, object],
     tables: Mapping[str, list[Row]],
     lines: Iterable[str],
-    cut: str,
-    step_groups: str = "",
+    lead: Mapping[str, str],
 ) -> None:
     """Write the files of a report, and print it unless stdout is one of them.
 
-    name: of the files in a folder. cut, step_groups: its first lines, see TraceSet.
+    name: of the files in a folder. lead: its first lines, see TraceSet.
     """
     if options.json:
-        first_keys = {"cut": cut or None, "step_groups": step_groups or None}
+        first_keys = {key: text or None for key, text in lead.items()}
         write_json({**first_keys, **document}, options.json, name)
     if options.csv:
         filled = {name: rows for name, rows in tables.items() if rows}
         write_tables(filled or dict(list(tables.items())[:1]), options.csv, "csv")
-    first = list(filter(None, (cut, step_groups)))
+    first = list(filter(None, lead.values()))
     if not options.to_stdout:
         print_text([*first, *lines])
     elif options.csv == "-":  # rows have no room for it

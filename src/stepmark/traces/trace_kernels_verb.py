@@ -1,8 +1,10 @@
 """stepmark trace kernels and compare: which operations the time of a step went to."""
 
+import glob
+import os
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,9 +73,7 @@ def kernels(options: KernelsOptions) -> int:
         *trace_kernels_text.lines(ranks, rows, options.by),
         *(f"note: {note}" for note in notes),
     ]
-    deliver(
-        options, "kernels", document, {"kernels": rows}, lines, found.cut, found.step_groups
-    )
+    deliver(options, "kernels", document, {"kernels": rows}, lines, found.lead)
     return 0
 
 
@@ -101,14 +101,12 @@ def compare(options: CompareTracesOptions) -> int:
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b)
     notes = [f"{name}: {note}" for name, _, launch in every for note in launch.notes]
-    if any(_overlap_ns(x, y) > 0 for x in sides["A"].values() for y in sides["B"].values()):
-        notes.append(
-            "A and B ran at the same time: of ranks of one job, neither is a change of the "
-            "other; which rank the others wait for: "
-            + shlex.join(["stepmark", "trace", "breakdown", *options.files])
-        )
+    notes += _side_notes(*(list(side.values()) for side in sides.values()))
     notes += trace_comparison.remarks(a, b, [*steps, *rows])
-    cut = " ".join(f"{name}: {each.cut}" for name, _, each in every if each.cut)
+    lead = {
+        key: " ".join(f"{name}: {each.lead[key]}" for name, _, each in every if each.lead[key])
+        for key in every[0][2].lead
+    }
     document = {
         "a": options.files[0],
         "b": options.files[1],
@@ -135,7 +133,7 @@ def compare(options: CompareTracesOptions) -> int:
         *trace_comparison.lines(rows, total, options.by),
         *(f"note: {note}" for note in notes),
     ]
-    deliver(options, "compare", document, {"compare": rows}, lines, cut)
+    deliver(options, "compare", document, {"compare": rows}, lines, lead)
     return 0
 
 
@@ -146,7 +144,14 @@ def _launches_of(options: CompareTracesOptions, word: str) -> "dict[str, _Kernel
     and for parts of one launch.
     """
     launches: dict[str, _Kernels] = {}
-    for part in [word] if Path(word).exists() else word.split(","):
+    parts = [word] if Path(word).exists() else word.split(",")
+    # Each folder that a pattern matches is a launch; its files are the ranks of one.
+    words = [
+        each
+        for part in parts
+        for each in sorted(filter(os.path.isdir, glob.glob(part))) or [part]
+    ]
+    for part in words:
         launch = _read(replace(options, files=(part,)), with_times=True)
         if launch is None:
             return None
@@ -158,6 +163,27 @@ def _launches_of(options: CompareTracesOptions, word: str) -> "dict[str, _Kernel
             raise ConfigError("trace", part, allowed)
         launches[part] = launch
     return launches
+
+
+def _side_notes(a: "Sequence[_Kernels]", b: "Sequence[_Kernels]") -> Iterator[str]:
+    """Yield what the sides share, and what they differ in besides their times."""
+    infos = [[info for launch in side for info in launch.infos] for side in (a, b)]
+    files, other_files = ({info.file for info in own} for own in infos)
+    if files & other_files:
+        yield "both sides have the same traces: of these, neither is a change of the other"
+    elif any(_overlap_ns(x, y) > 0 for x in a for y in b):
+        folders = sorted({str(Path(file).parent) for file in files | other_files})
+        yield (
+            "A and B ran at the same time: of ranks of one job, neither is a change of the "
+            "other; which rank the others wait for: "
+            + shlex.join(["stepmark", "trace", "breakdown", *folders])
+        )
+    sizes = [{str(info.world_size) for info in own if info.world_size} for own in infos]
+    devices = [{name for info in own for name in info.devices or ()} for own in infos]
+    for what, sides in (("number of ranks", sizes), ("GPU", devices)):
+        first, second = (", ".join(sorted(names)) for names in sides)
+        if first and second and first != second:
+            yield f"the sides differ in their {what}: A {first}, B {second}"
 
 
 def _overlap_ns(a: "_Kernels", b: "_Kernels") -> int:
@@ -183,7 +209,7 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
     assert profile is not None
     ranks = profile.ranks
     notes = profile.notes
-    cut = [profile.cut] if profile.cut else []
+    cut = list(filter(None, [profile.lead["cut"]]))
     if not trace_kernels_text.num_steps(ranks):
         header = [*cut, *trace_kernels_text.header(ranks)]
         return [*header, *(f"note: {note}" for note in notes)]
@@ -222,13 +248,12 @@ def _without_profiler(times: trace_breakdown.Ranks, unprofiled_s: float) -> Iter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kernels:
-    """Sums of each rank, its times if they are asked for; cut: see TraceSet."""
+    """Sums of each rank, its times if they are asked for; lead: see TraceSet."""
 
     ranks: trace_kernels_text.Ranks
     times: trace_breakdown.Ranks
     notes: list[str]
-    cut: str
-    step_groups: str
+    lead: Mapping[str, str]
     infos: tuple[RankInfo, ...]
 
 
@@ -249,8 +274,7 @@ def _read(
         ranks=_ranks(traces),
         times=_times(traces),
         notes=[*traces.notes, *notes, *_notes(traces, workload)],
-        cut=traces.cut,
-        step_groups=traces.step_groups,
+        lead=traces.lead,
         infos=tuple(result.info for result in traces.results),
     )
 

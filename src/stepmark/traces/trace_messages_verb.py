@@ -26,6 +26,7 @@ from stepmark.job_logs.log_sources import (
     read_sources,
 )
 from stepmark.model.device import DeviceSpec, find_device
+from stepmark.model.kernel_groups import short_name
 from stepmark.model.network_options import NetworkChoice
 from stepmark.model.systems import network_of
 from stepmark.store.reader import find_run, read
@@ -76,7 +77,7 @@ def messages(options: MessagesOptions) -> int:
     if options.html:
         page = Page(
             title="stepmark trace messages",
-            lead=" ".join(filter(None, (traces.cut, traces.step_groups))),
+            lead=" ".join(filter(None, traces.lead.values())),
             sections=[section(f"messages of {traces.world_size} ranks", view.rows)],
         )
         write_text(options.html, page.html(), "html")
@@ -86,8 +87,7 @@ def messages(options: MessagesOptions) -> int:
         "copies": view.copies,
         "sources": view.compared,
     }
-    lead = traces.cut, traces.step_groups
-    deliver(options, "messages", view.document(), tables, view.text(), *lead)
+    deliver(options, "messages", view.document(), tables, view.text(), traces.lead)
     return 0
 
 
@@ -235,6 +235,7 @@ class _View:
                     name: int(in_windows(own, times.windows)[selected].sum()) / steps
                     for name, own in zip(_TIMES, intervals, strict=True)
                 }
+            has_calls = waits.calls > 0 or not per_step["communication_s"]
             is_compared = is_timed and self.matched.end_spread is not None
             agree = is_timed and self.matched.clocks_agree
             # Communication that no call explains may be transfer, too; on a host that knows all
@@ -245,7 +246,7 @@ class _View:
             yield {
                 "rank": rank,
                 "steps": len(selected),
-                "calls_per_step": waits.calls / max(len(selected), 1),
+                "calls_per_step": waits.calls / max(len(selected), 1) if has_calls else None,
                 **per_step,
                 "exposed_waiting_s": per_step["exposed_waiting_s"] if is_timed else None,
                 "kernels_s": waits.kernels / steps if is_timed else None,
@@ -363,7 +364,7 @@ class _View:
                 sums = unlinked.setdefault(name, [0, 0])
                 sums[0], sums[1] = sums[0] + count, sums[1] + ns
         notes += [
-            f"{count} kernels {name[:60]} ({format_time(ns / 1e9)}) are of no "
+            f"{count} kernels {short_name(name)[:60]} ({format_time(ns / 1e9)}) are of no "
             "call in the traces (coalesced calls, replayed graphs, shared memory of GPUs): "
             "their sizes are not known"
             for name, (count, ns) in sorted(unlinked.items(), key=lambda item: -item[1][0])

@@ -2,38 +2,27 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_groups import OUT, Files, Ranks
-from stepmark.ground.options import REQUIRED, Reader, between, flag, group, words_of
+from stepmark.ground.options import (
+    REQUIRED,
+    Reader,
+    between,
+    flag,
+    group,
+    read_ranges,
+    words_of,
+)
 from stepmark.ground.units import ranks_text
 
-
-class StepRanges(tuple[tuple[int, int], ...]):
-    """Ranges of step numbers, (first, last)."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in self)
-
-
-def _steps(text: str, field: str) -> StepRanges:
-    """Read 5, 5,7 or 5-7."""
-    ranges = []
-    for part in text.split(","):
-        low, dash, high = part.strip().partition("-")
-        if not (low.isdecimal() and (high.isdecimal() or not dash)) or len(part) > 40:
-            raise ConfigError(field, text, "numbers of steps such as 5, 5,7 or 5-7")
-        if dash and int(high) < int(low):
-            raise ConfigError(field, text, "a rising range")
-        ranges.append((int(low), int(high) if dash else int(low)))
-    return StepRanges(ranges)
-
-
-StepNumbers = Annotated[StepRanges, Reader(read=_steps, metavar="5|5-7")]
+StepNumbers = Annotated[
+    tuple[int, ...],
+    Reader(read=partial(read_ranges, least=0, most=2**63), metavar="5|5-7", is_sequence=True),
+]
 
 
 @group
@@ -47,7 +36,7 @@ class TraceInputs:
         metavar="DIR...",
         names="run",
     )
-    ranks: Ranks | None = flag("only these ranks, e.g. 0,1 [all]")
+    ranks: Ranks | None = flag("only these ranks, e.g. 0,1 or 0-3 [all]")
     steps: StepNumbers | None = flag("only these steps, as ProfilerStep# counts them [all]")
     jobs: Annotated[int, between(1, 1024)] | None = flag(
         "processes that read [cores]", rare=True
@@ -57,7 +46,7 @@ class TraceInputs:
 
     def has_step(self, number: int) -> bool:
         """Return whether --steps selects this step."""
-        return self.steps is None or any(low <= number <= high for low, high in self.steps)
+        return self.steps is None or number in self.steps
 
     def check_steps(self, numbers: Collection[int], unmarked: Iterable[str]) -> None:
         """Raise ConfigError if --steps selects none of these, or for files without steps."""

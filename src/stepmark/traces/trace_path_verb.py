@@ -24,8 +24,12 @@ def run(options: CriticalPathOptions) -> int:
     if not steps:
         value = ", ".join(options.files)
         allowed = "traces with GPU events: without any, trace breakdown shows the host"
-        allowed += traces.cut and f" ({traces.cut.rstrip('.')})"
+        allowed += traces.cut and f" ({traces.lead['cut'].rstrip('.')})"
         raise ConfigError("trace", value, allowed)
+    if traces.lead["disjoint"]:
+        why = traces.lead["disjoint"].rstrip(".")
+        allowed = f"traces of one job, over whose ranks the path goes ({why})"
+        raise ConfigError("trace", ", ".join(options.files), allowed)
     if options.steps is None:  # the middle steps of the ranks may differ
         step = max(steps, key=lambda step: len(steps[step]))
         steps = {step: steps[step]}
@@ -33,5 +37,5 @@ def run(options: CriticalPathOptions) -> int:
     tables = report.tables(paths)
     document = {"notes": traces.notes, "definitions": report.DEFINITIONS, **tables}
     lines = [*report.lines(paths), *(f"note: {note}" for note in traces.notes)]
-    deliver(options, "critical-path", document, tables, lines, traces.cut, traces.step_groups)
+    deliver(options, "critical-path", document, tables, lines, traces.lead)
     return 0

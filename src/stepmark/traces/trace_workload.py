@@ -52,7 +52,7 @@ def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
     traces = map_traces(inputs, partial(program, step=step))
     if traces is None:
         return None
-    notes = filter(None, (traces.cut, *traces.notes))
+    notes = filter(None, (traces.cut, traces.lead["disjoint"], *traces.notes))
     sys.stderr.writelines(f"note: {note}\n" for note in notes)
     programs = {r.info.rank or 0: r.value for r in traces.results if r.value is not None}
     if len(programs) < len(traces.results):
@@ -72,10 +72,10 @@ def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
 def _step(inputs: TraceInputs) -> int:
     """Return the number of the step: the one of --steps, else that of median duration."""
     if inputs.steps is not None:
-        (low, high), *others = inputs.steps
-        if others or low != high:
-            raise ConfigError("steps", f"{low}-{high}", "one step, e.g. 6")
-        return low
+        number, *others = inputs.steps
+        if others:
+            raise ConfigError("steps", inputs.steps, "one step, e.g. 6")
+        return number
     if outer_launcher.is_rank():  # whose other ranks do not learn which step it is
         raise ConfigError("steps", "missing", "the number of a step, under a launcher")
     traces = map_traces(inputs, partial(step_windows, inputs))
@@ -89,7 +89,7 @@ def _step(inputs: TraceInputs) -> int:
     if not whole:
         value = ", ".join(inputs.files)
         allowed = "traces with a step that has GPU events on all ranks"
-        allowed += traces.cut and f" ({traces.cut.rstrip('.')})"
+        allowed += traces.cut and f" ({traces.lead['cut'].rstrip('.')})"
         raise ConfigError("trace", value, allowed)
     return sorted(whole, key=lambda number: whole[number])[(len(whole) - 1) // 2]
 
@@ -249,7 +249,7 @@ def convert(options: ConvertOptions) -> int:
         raise
     unfinished.rmdir()
     if traces.cut:
-        sys.stdout.write(f"{traces.cut}\n")
+        sys.stdout.write(f"{traces.lead['cut']}\n")
     sys.stderr.writelines(f"note: {note}\n" for note in traces.notes)
     for result in traces.results:
         for name, amount in result.value:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stepmark.model.kernel_groups import COPIES
+from stepmark.model.kernel_groups import COPIES, short_name
 from stepmark.timeline.trace_breakdown import (
     CommTimes,
     CopyTimes,
@@ -161,6 +161,7 @@ def _step_times(gpu: Gpu) -> Iterator[StepTimes]:
     sums = [in_windows(times, gpu.windows).tolist() for times in _work_times(gpu)]
     idle_times = idle.idle_times(gpu.trace, gpu.rows, gpu.call, gpu.windows)
     depths = queue_depths(gpu.trace, gpu.rows, gpu.call, gpu.windows)
+    is_whole = not gpu.trace.info.cut
     for number, step in enumerate(gpu.numbers):
         first = int(gpu.windows.start[number])
         last = int(gpu.windows.end[number])
@@ -180,10 +181,10 @@ def _step_times(gpu: Gpu) -> Iterator[StepTimes]:
             exposed_comm_ns=exposed_comm_ns,
             memory_ns=memory_ns,
             exposed_memory_ns=exposed_memory_ns,
-            idle_ns=last - first - busy_ns,
+            idle_ns=last - first - busy_ns if is_whole else None,
             other_steps_ns=busy_ns - own_ns,
             num_events=int(own.sum()),
-            idle=idle_times[number],
+            idle=idle_times[number] if is_whole else None,
             queue=depths[number],
         )
 
@@ -216,7 +217,7 @@ def _comm_times(gpu: Gpu) -> Iterator[CommTimes]:
 def _comm_kind(trace: RankTrace, number: int) -> tuple[tuple[str, Any], ...]:
     """Return what CommTimes says of it. number: of its arguments; below 0, of its name."""
     if number < 0:
-        return (("kernel", trace.names[-2 - number].partition("(")[0]),)
+        return (("kernel", short_name(trace.names[-2 - number])),)
     args = trace.comm_args[number]
     return tuple(
         (name, getattr(args, name))

@@ -101,14 +101,8 @@ def select(trace: RankTrace, inputs: TraceInputs) -> Selection | None:
 def chosen_steps(trace: RankTrace, inputs: TraceInputs) -> list[int]:
     """Return the indices of the steps of --steps. Raises ConfigError where there are none."""
     marked = steps(trace)
-    if inputs.steps is not None and not marked.is_marked:
-        allowed = "left out: the trace has no steps that prof.step() marked"
-        raise ConfigError("steps", inputs.steps, allowed)
-    rows = [row for row, number in enumerate(marked.numbers) if inputs.has_step(number)]
-    if not rows:
-        numbers = ", ".join(map(str, marked.numbers))
-        raise ConfigError("steps", inputs.steps, f"steps of {trace.info.file}: {numbers}")
-    return rows
+    inputs.check_steps(marked.numbers, () if marked.is_marked else (trace.info.file,))
+    return [row for row, number in enumerate(marked.numbers) if inputs.has_step(number)]
 
 
 def busy_steps(trace: RankTrace, inputs: TraceInputs) -> dict[int, tuple[int, int]]:

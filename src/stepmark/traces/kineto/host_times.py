@@ -65,7 +65,9 @@ def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -
                 compute_ns=compute_ns[place],
                 comm_ns=comm_ns[place],
                 exposed_comm_ns=exposed_ns[place],
-                idle_ns=int(end - start) - compute_ns[place] - exposed_ns[place],
+                idle_ns=None
+                if trace.info.cut
+                else int(end - start) - compute_ns[place] - exposed_ns[place],
                 num_events=int(num_ops[index[place]]),
             )
             for place, (step, start, end) in enumerate(zip(numbers, *windows, strict=True))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from stepmark.model.collectives import torch_collective
+from stepmark.model.kernel_groups import short_name
 from stepmark.step.trace_ops import MARK
 from stepmark.timeline.ledger import RECOMPUTED, Group, Idle, Ledger, Line, Work, work_of
 from stepmark.timeline.trace_columns import NONE, GpuKind, Ints, RankTrace
@@ -66,7 +67,7 @@ def _gpu_labels(trace: RankTrace) -> tuple[Ints, list[str]]:
     """Return the name of each GPU event's line, as its place among names."""
     gpu = trace.gpu
     args = gpu_comms(trace)[0]
-    kernels = [name.partition("(")[0] for name in trace.names]
+    kernels = list(map(short_name, trace.names))
     calls = [torch_collective(a.collective) or a.collective for a in trace.comm_args]
     comm = len(_NAMES) + np.where(args == NONE, gpu.name, len(kernels) + args)
     work = _works(trace, operation_of(trace), gpu.name)
@@ -116,7 +117,8 @@ def _on_host(
     data = without(_data(trace), join(compute.times, comm.times))
     for step in host_times(trace, steps(trace), selects).steps:
         data_ns = clip(data, step.start_ns, step.end_ns).total
-        idle = {Idle.HOST: step.idle_ns - data_ns, Idle.DATA: data_ns}
+        work_ns = step.compute_ns + step.exposed_comm_ns + data_ns
+        idle = {Idle.HOST: step.window_ns - work_ns, Idle.DATA: data_ns}
         yield step.step, _ledger(groups, [*_NAMES, *calls], idle, step.start_ns, step.end_ns)
 
 

@@ -5,6 +5,7 @@ every rank. Its time is the shortest kernel of any rank: the last to arrive wait
 that this is the transfer; what other ranks take beyond it is waiting.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,7 +134,11 @@ def match(
             messages.calls.without_args
         )
     spreads: list[tuple[int, int, int]] = []
+    is_disjoint = disjoint([info for info, _ in by_rank.values()]) != ""
     for channel, lists in channels.items():
+        if is_disjoint:
+            result.unmatched["traces do not overlap in time"] += sum(map(len, lists.values()))
+            continue
         for group in _matched(channel, lists, by_rank.keys(), result.unmatched):
             _time(group, spreads)
     if spreads:  # arrivals are known if they differ by more than ends, as clocks do
@@ -153,6 +158,18 @@ def match(
     result.partial = {own.kind for own in kinds.values() if own.is_partial}
     result.groups = {own.kind: own.groups for own in kinds.values()}
     return result
+
+
+def disjoint(infos: Sequence[RankInfo]) -> str:
+    """Return which traces were not taken at the same time; "" where all were."""
+    late = max(infos, key=lambda info: info.first or 0)
+    early = min(infos, key=lambda info: info.last or math.inf)
+    if (late.first or 0) <= (early.last or math.inf):
+        return ""
+    return (
+        f"The traces of ranks {early.rank} and {late.rank} do not overlap in time: they are of "
+        "two jobs, or of two windows, and how ranks wait for each other is not known."
+    )
 
 
 def _calls(
