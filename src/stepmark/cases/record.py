@@ -58,7 +58,7 @@ class Check:
     # elements, one tolerance that the user gave, or a record of an older release.
     rms_err: float | None = None
     rms_tolerance: float | None = None
-    result_dtype: str = ""  # of a user's operator, where it is not the case's
+    remarks: tuple[str, ...] = ()  # on a user's operator, e.g. "result is float64"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,6 +185,7 @@ def merge(checks: Iterable[Check]) -> Check:
         reference=parts[0].reference,
         rms_err=rms_err,
         rms_tolerance=rms_tolerance,
+        remarks=tuple(dict.fromkeys(remark for part in parts for remark in part.remarks)),
     )
 
 

@@ -81,12 +81,17 @@ class OpFigures(Figures):
         return max((value for value in values if value is not None), default=None)
 
     @property
+    def remarks(self) -> str:
+        """Return what checks say of a user's operator besides its errors."""
+        return _joined(remark for check in self._checks for remark in check.remarks)
+
+    @property
     def rate(self) -> str:
         soak_s = min(record.samples.soak_s for record in self.records)
         rate = self.record.operator.rate
         if rate is Rate.SUSTAINED and soak_s < SOAK_S:
             # Not called sustained: the device may be cooler than a long job would have it.
-            return f"short soak {soak_s:.1f} s"
+            return f"short soak {soak_s:.1f} s" if soak_s >= 0.05 else "soak below 0.1 s"
         return rate.value
 
     @property
@@ -210,7 +215,6 @@ class OpFigures(Figures):
     @property
     def validity(self) -> str | None:
         needs_no_sets = self.record.samples.method.startswith(("event-flush", "event-hot"))
-        dtypes = dict.fromkeys(c.result_dtype for c in self._checks if c.result_dtype)
         reasons = validity(
             [record.telemetry for record in self.records],
             self.spread_pct,
@@ -220,8 +224,7 @@ class OpFigures(Figures):
             pct_ceiling=self.pct_ceiling if self.rank is None else None,
             in_cache=bool(self._fits_caches(DEFEATED_CACHES)) and not needs_no_sets,
         )
-        of_types = (f"result is {dtype}" for dtype in dtypes)
-        return ", ".join(filter(None, (reasons, *of_types))) or None
+        return ", ".join(filter(None, (reasons, self.remarks))) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,6 +388,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("tolerance", figure(lambda f: f.error("tolerance")), ERROR),
     Column("rms_err", figure(lambda f: f.error("rms_err")), ERROR),
     Column("rms_tolerance", figure(lambda f: f.error("rms_tolerance")), ERROR),
+    Column("check_remarks", figure(lambda f: f.remarks or None)),
     Column("num_wrong", figure(lambda f: f.num_wrong), COUNT, "#wrong", PAGE),
     Column("clock_mhz", figure(lambda f: f.clock_mhz), NUMBER, "MHz", PAGE),
     Column("power_w", figure(lambda f: f.state("power_w")), NUMBER, "W", PAGE),

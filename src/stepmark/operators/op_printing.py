@@ -51,16 +51,20 @@ def wrong_lines(rows: Sequence[Row]) -> Iterator[str]:
     kinds = (("largest", "max_rel_err", "tolerance"), ("rms", "rms_err", "rms_tolerance"))
     for row in unique_cases(rows):
         if row["status"] == "wrong":
-            errors = (
+            errors = [
                 f"{name} error {error:.1e} (limit {limit:.1e})"
+                if error < math.inf
+                else f"{name} error NaN or infinite"
                 for name, column, of_limit in kinds
                 if (error := number(row, column)) is not None
                 and (limit := number(row, of_limit)) is not None
                 and error > limit
-            )
+            ]
+            remarks = text(row, "check_remarks")
             # Parts of a result may have limits of their own, of which a row has the loosest.
             yield f"wrong  {describe(row)}: " + (
-                ", ".join(errors) or "some elements are over the limits of their part"
+                ", ".join(filter(None, (*errors, remarks)))
+                or "some elements are over the limits of their part"
             )
 
 
