@@ -235,14 +235,12 @@ def verdict_text(ratio: Ratio) -> str:
 
 
 def ratio_text(ratio: Ratio) -> str:
-    """Return e.g. 1.052 [1.031, 1.074]: the speed and its 99 % interval."""
+    """Return e.g. 1.052 [1.031, 1.074]: the speed and its 99 % interval, if it says anything."""
     if ratio.low is None or ratio.high is None:
         return f"{ratio.speed:.3f}"
-    return f"{ratio.speed:.3f} [{_bound(ratio.low)}, {_bound(ratio.high)}]"
-
-
-def _bound(value: float) -> str:
-    return f"{value:.3f}" if 0.001 <= value < 1000 else f"{value:.0e}"
+    if ratio.high > _LARGEST_FACTOR * ratio.speed:
+        return f"{ratio.speed:.3f} [unknown]"
+    return f"{ratio.speed:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def mean_text(overall: Overall) -> str:
@@ -321,6 +319,7 @@ def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
 
 _STYLE = {Verdict.FASTER.value: "green", Verdict.SLOWER.value: "red"}
 _CONSOLE = frozenset({View.CONSOLE})
+_LARGEST_FACTOR = 100.0  # from a speed to the bounds of an interval that is shown
 # Up to this many sides besides the baseline have values, intervals and verdicts in the table;
 # more have the ratio and a mark.
 _WIDE = 2
