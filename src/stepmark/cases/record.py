@@ -273,7 +273,7 @@ class DeviceInfo:
     name: str  # exact name from the driver
     uuid: str = ""
     memory_bytes: int | None = None
-    l2_bytes: int | None = None
+    l2_bytes: int | None = None  # of a CPU its largest cache
     num_sms: int | None = None
     capability: str = ""
     max_sm_clock_hz: float | None = None

@@ -153,13 +153,18 @@ class OpFigures(Figures):
 
     @property
     def pct_ceiling(self) -> float | None:
-        """Return the share of the measured ceiling; None where this case is the ceiling."""
+        """Return the share of the measured ceiling.
+
+        None where this case is the ceiling, or is bound by memory and fits in caches.
+        """
         case = self.record.operator
         is_memory = self.bound == "memory"
         key = case.device if is_memory else (case.device, case.op.dtype)
         if self.ceilings.cases.get(key) == case.case_id:
             return None
         if is_memory:
+            if self._fits_caches(DEFEATED_CACHES):
+                return None
             return percent(self.bytes_per_s, self._best_bytes)
         return percent(self.flops_per_s, self._best_flops)
 
@@ -190,7 +195,9 @@ class OpFigures(Figures):
         Caches serve indices from a Zipf distribution, whatever the size of the table.
         """
         op = self.record.operator.op
-        cache_bytes = self.device.last_level_cache_bytes if self.device else None
+        by_rank = (device.l2_bytes for device in self.run.environment.devices)
+        sheet = self.device
+        cache_bytes = sheet.last_level_cache_bytes if sheet else next(by_rank, None)
         if not cache_bytes or (isinstance(op, EmbeddingBag) and op.alpha > 0):
             return None
         touched = min(op.memory_bytes, op.bytes_moved) * self.num_sets
@@ -222,7 +229,8 @@ class OpFigures(Figures):
             records=self.records,
             above_limit=self.over_limit,
             pct_ceiling=self.pct_ceiling if self.rank is None else None,
-            in_cache=bool(self._fits_caches(DEFEATED_CACHES)) and not needs_no_sets,
+            in_cache=bool(self.device and self._fits_caches(DEFEATED_CACHES))
+            and not needs_no_sets,
         )
         return ", ".join(filter(None, (reasons, self.remarks))) or None
 

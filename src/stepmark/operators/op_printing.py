@@ -32,6 +32,7 @@ def print_operators(rows: Sequence[Row], console: "Console") -> None:
             *wrong_lines(rows),
             *missing_launches(rows),
             *step_lines(rows),
+            *ceiling_lines(rows),
             *doubtful_lines(rows),
         ),
         console,
@@ -66,6 +67,13 @@ def wrong_lines(rows: Sequence[Row]) -> Iterator[str]:
                 ", ".join(filter(None, (*errors, remarks)))
                 or "some elements are over the limits of their part"
             )
+
+
+def ceiling_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how to learn the limit of the memory that neither a data sheet nor the run has."""
+    unlimited = (row["ceiling"] is None and row["pct_hbm"] is None for row in rows)
+    if any(map(all, zip(unlimited, (row["bound"] == "memory" for row in rows), strict=True))):
+        yield "no data sheet of this machine: compare GB/s with those of stepmark op copy"
 
 
 def doubtful_lines(rows: Sequence[Row]) -> list[str]:
