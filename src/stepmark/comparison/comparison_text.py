@@ -235,7 +235,7 @@ def verdict_text(ratio: Ratio) -> str:
 
 
 def ratio_text(ratio: Ratio) -> str:
-    """Return e.g. 1.052 [1.031, 1.074]: the speed and its 99 % interval, if it says anything."""
+    """Return e.g. 1.052 [1.031, 1.074]: the speed and its 99 % interval, if that is narrow."""
     if ratio.low is None or ratio.high is None:
         return f"{ratio.speed:.3f}"
     if ratio.high > _LARGEST_FACTOR * ratio.speed:

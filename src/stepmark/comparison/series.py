@@ -161,6 +161,8 @@ def _fields(case: AnyCase, method: str) -> Fields:
         for name, value in dataclasses.asdict(case.op).items():
             is_plain = isinstance(value, str | int | float | bool | None)
             fields[name] = value if is_plain else str(value)
+        defaults = (word.partition("=") for word in str(fields.pop("defaults", "")).split())
+        fields |= {f"{_DEFAULT}{name}": value for name, _, value in defaults}
         phase = str(fields.get("phase", ""))
         shape = case.op.shape_text
         return {**fields, "shape": shape, "dtype": case.dtype.value, "phase": phase}
@@ -315,6 +317,7 @@ STRICT = tuple(
 )
 # Fields that always name a line: they are no settings.
 NAMING = ("family", "shape", "label", "model", "phase", "pair")
+_DEFAULT = "default_"  # begins the names of a function's arguments that were not given
 # Fields that are worth a note where one side does not state them.
 _NOTED = (*STRICT, *NAMING, "redop", "root", "api")
 # Sizes of other numbers of ranks, rounded to whole parts, are still the same size.
@@ -392,7 +395,11 @@ def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[st
             if name in _NOTED and (_stated(base_values) or _stated(other_values)):
                 silent = other if _stated(base_values) else base
                 notes.append(f"{silent.name} does not state {name}: taken as the same")
-        elif len(base_values) == len(other_values) == 1 and name not in NAMING:
+        elif (
+            len(base_values) == len(other_values) == 1
+            and name not in NAMING
+            and not name.startswith(_DEFAULT)
+        ):
             (a,), (b,) = base_values, other_values
             if name == "digest" and other.series[0].fields.get("family") == CUSTOM:
                 notes.append(_edited(other))

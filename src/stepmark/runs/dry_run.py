@@ -72,7 +72,8 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
 def _planned(case: AnyCase) -> tuple[AnyCase, str]:
     """Return a case of your own operator with its work, or why that is unknown.
 
-    Its function may need a device; one that does not exist, or lacks an argument, is refused.
+    Its function may need a device; one that does not exist, or refuses its arguments, is
+    refused.
     """
     if not isinstance(case, OpCase) or not isinstance(case.op, Custom):
         return case, ""
@@ -83,7 +84,9 @@ def _planned(case: AnyCase) -> tuple[AnyCase, str]:
         with contextlib.redirect_stdout(sys.stderr):  # what a user's file prints is no row
             return planned(case, case.op), ""
     except ConfigError as error:
-        if error.field == "function":
+        cause = error.__cause__
+        is_of_arguments = isinstance(cause, TypeError | ValueError) and "meta" not in str(cause)
+        if error.field == "function" or is_of_arguments:
             raise
         return case, f"at least is unknown without a device: {error}"
 
@@ -121,20 +124,22 @@ def _operator_row(
         "flops": op.flops if is_known else None,
         "bytes_moved": op.bytes_moved if is_known else None,
         **_predicted(case, device),
+        "bound": limit_of(op, device.peak(case.dtype), device.hbm_bytes_per_s)
+        if device and is_known
+        else None,
         "least_s": op_table.least_s(op, device) if is_known else None,
         **op_table.in_place(op, label, steps),
     }
 
 
 def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
-    """Return the predicted time of an operator, its rate, and what bounds it."""
+    """Return the predicted time of an operator, and its rate."""
     cost = op_table.predicted(case.op, case.backend, device)
     if device is None or cost is None:
-        return dict.fromkeys(("predicted_s", "predicted_tflops", "bound"))
+        return dict.fromkeys(("predicted_s", "predicted_tflops"))
     return {
         "predicted_s": cost.total_s,
         "predicted_tflops": case.op.flops / cost.total_s / TFLOP,
-        "bound": limit_of(case.op, device.peak(case.dtype), device.hbm_bytes_per_s),
     }
 
 

@@ -233,7 +233,15 @@ def _costs_of(work: Mapping[Op | Kernel, int], step: Step) -> Row:
 def _merged(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> list[Row]:
     """Return a row per operator, for all its places and backends; the fastest is predicted."""
     merged = []
-    for same in group_by(planned, lambda item: (item[0].op, item[0].rate)).values():
+    # A function of yours is an operator of its own, and no backend.
+    for same in group_by(
+        planned,
+        lambda item: (
+            item[0].op,
+            item[0].rate,
+            isinstance(item[0].op, Custom) and item[0].backend,
+        ),
+    ).values():
         op = same[0][0].op
         rows = [row for _, row in same]
         times = [time_s for row in rows if isinstance(time_s := row["predicted_s"], float)]
@@ -244,6 +252,10 @@ def _merged(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> lis
         places = [(label.model, label.mbs) for case, _ in same for label in case.labels]
         work = _in_steps(op, _steps_at(places, steps))
         own_columns = {"operator": _operator(rows), "predicted_s": min(times, default=None)}
+        if isinstance(op, Custom):
+            own_columns["operator"] = f"{rows[0]['role']}:{rows[0]['backend']}"
+            if not op.is_called:
+                own_columns["shape"] = f"{op.shape_text} (unknown without a device)"
         merged.append(rows[0] | joined | work | own_columns)
     return [*merged, *(row for step in steps for row in _other_rows(planned, step))]
 

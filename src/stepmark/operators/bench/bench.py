@@ -27,7 +27,6 @@ from stepmark.measuring.context import (
 from stepmark.measuring.ranks import Ranks, agreed, measured_by
 from stepmark.measuring.run_cases import Bench, SetUpTime
 from stepmark.measuring.telemetry import Sampler
-from stepmark.measuring.verify import merge
 from stepmark.model.ops import Custom
 from stepmark.operators.bench import IMPLS, custom, impl_of
 from stepmark.operators.bench.call import Call, Impl
@@ -187,8 +186,10 @@ def _measure(
         warmups=warmups,
         sampler=sampler,
     )
-    checked = agreed(context.ranks, lambda: _checked_again(first, check))
-    by_rank = context.ranks.gather((samples.seconds[0], checked, sampler.telemetry()))
+    # Other operand sets are freed by now. A result that was wrong before needs no other check.
+    again = first.verify_again
+    last = agreed(context.ranks, lambda: again() if again and not check.num_wrong else check)
+    by_rank = context.ranks.gather((samples.seconds[0], last, sampler.telemetry()))
     all_seconds, checks, telemetry = zip(*by_rank, strict=True)
     return Measured(
         run_id=context.run_id,
@@ -239,13 +240,6 @@ def _sampled(
         wall_s=time.monotonic() - begin,
         batches=batches,
     )
-
-
-def _checked_again(first: Call, check: Check) -> Check:
-    """Return the check with that after the samples, whose other operand sets are freed."""
-    if check.num_wrong or first.verify_again is None:
-        return check
-    return merge((check, first.verify_again()))
 
 
 def _checked_set(

@@ -21,8 +21,8 @@ class Call:
 
     `run` is the timed region and nothing else: no synchronization, no allocation that the
     operator's API lets us avoid. `verify` poisons the result, runs once and compares with a
-    reference of higher precision; `verify_again` does after the samples, where a call may
-    change. `backend_run` names the implementation that ran.
+    reference of higher precision; `verify_again` does after the samples, where a call may not
+    be what it was: its check then stands for both. `backend_run` names what ran.
     """
 
     run: Callable[[], object]

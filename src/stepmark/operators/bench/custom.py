@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import sys
@@ -69,9 +70,22 @@ def _with_work(op: Custom, backend: str, device: torch.device) -> Custom:
     sizes = {storage._cdata: storage.nbytes() for storage in storages}  # a view has its base's
     return dataclasses.replace(
         op,
+        defaults=_defaults(op, backend),
         flops=built.flops,
         bytes_moved=built.bytes_moved,
         memory_bytes=sum(sizes.values()),
+    )
+
+
+def _defaults(op: Custom, backend: str) -> str:
+    """Return the defaults of arguments that are not given, where they are plain values."""
+    path = Path(op.file).resolve()
+    function = find_function(_module(path), path, backend, 2, op.keywords)
+    _, _, *others = inspect.signature(function).parameters.values()
+    return " ".join(
+        f"{each.name}={each.default}".replace(" ", "_")
+        for each in others
+        if each.name not in op.keywords and isinstance(each.default, str | int | float)
     )
 
 
@@ -221,8 +235,7 @@ def _not_finite(result: Tensor) -> str:
         return ""
     place = is_bad.flatten().byte().argmax().cpu()
     index = tuple(map(int, torch.unravel_index(place, result.shape)))
-    kind = "NaN" if math.isnan(float(values[index])) else "infinity"
-    return f"{kind} at index {','.join(map(str, index))}"
+    return f"{float(values[index])} at index {','.join(map(str, index))}".replace("nan", "NaN")
 
 
 def _poison_result(
@@ -287,8 +300,8 @@ def _results(name: str, field: str, value: object) -> tuple[Tensor, ...]:
     """Return the tensors of a result. Raises ConfigError where there is none."""
     tensors = tensors_of(value)
     if not tensors:
-        allowed = "a function that returns a tensor, or a tuple of tensors"
-        raise ConfigError(f"{name}: {field}", type(value).__name__, allowed)
+        kind = value if value is None else type(value).__name__
+        raise ConfigError(f"{name}: result of {field}", kind, "a tensor, or a tuple of tensors")
     return tensors
 
 
