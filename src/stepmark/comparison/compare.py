@@ -211,7 +211,15 @@ def _mean_noise(first: Series, second: Series) -> Variance | None:
 
 
 def _sample(side: Side, series: Series, options: Options) -> Sample:
-    past = [p for s in options.history.get(side.name, ()) for p in _past(s, series, options)]
+    # Launches of the same measurement in runs of history.
+    past = [
+        run
+        for earlier in options.history.get(side.name, ())
+        for other in earlier.series
+        if (other.fields, other.size_bytes, other.unit)
+        == (series.fields, series.size_bytes, series.unit)
+        for run in _by_run(_logs(other, options.statistic))
+    ]
     if not past and (recorded := _recorded(series, options)):
         past = _by_run(_logs(recorded, options.statistic))
     return Sample(
@@ -220,17 +228,6 @@ def _sample(side: Side, series: Series, options: Options) -> Sample:
         past=tuple(past),
         rounding=series.rounding,
     )
-
-
-def _past(side: Side, series: Series, options: Options) -> list[dict[str, float]]:
-    """Return the launches of the same measurement in a run of history."""
-    return [
-        run
-        for other in side.series
-        if (other.fields, other.size_bytes, other.unit)
-        == (series.fields, series.size_bytes, series.unit)
-        for run in _by_run(_logs(other, options.statistic))
-    ]
 
 
 def _by_run(logs: Mapping[str, float]) -> list[dict[str, float]]:
@@ -242,8 +239,10 @@ def _by_run(logs: Mapping[str, float]) -> list[dict[str, float]]:
 
 def _logs(series: Series, statistic: str) -> dict[str, float]:
     """Return the logarithms of centres as times; of a rate, of the time of one unit."""
-    centres = _centres(series, statistic)
-    return {k: math.log(v if series.is_time else 1 / v) for k, v in centres.items()}
+    return {
+        launch: math.log(value if series.is_time else 1 / value)
+        for launch, value in _centres(series, statistic).items()
+    }
 
 
 def _ratio_only(speed: float, reason: str) -> Ratio:
@@ -284,8 +283,7 @@ def _overall(base: Side, other: Side, pairs: Pairs, options: Options) -> Overall
     if mean is None:
         speed = math.exp(fmean(row.base.mean - row.other.mean for row in rows))
         is_single = all(len(series.launches) == 1 for pair in pairs for series in pair)
-        reason = "one launch" if is_single else "lines without an interval"
-        mean = _ratio_only(speed, reason)
+        mean = _ratio_only(speed, "one launch" if is_single else "lines without an interval")
     for pair in pairs:  # one line without a verdict leaves none to their mean
         mean = _checked(pair, mean) or mean
     sizes = [first.size_bytes for first, _ in pairs if first.size_bytes is not None]

@@ -346,8 +346,8 @@ def _columns(comparison: Comparison) -> list[Column[Line]]:
         Column("size_bytes", lambda line: line.size_bytes, BYTES, "size", SHOWN),
     ]
     for name in comparison.names:
-        is_first = name == comparison.names[0]
-        columns += _value_columns(name, SHOWN if is_first or not is_wide else PAGE)
+        is_shown = not is_wide or name == comparison.names[0]
+        columns += _value_columns(name, SHOWN if is_shown else PAGE)
     for name in comparison.names[1:]:
         columns += _ratio_columns(comparison, name, is_wide=is_wide)
     return columns
@@ -442,8 +442,7 @@ def _lettered(
     letters = dict(zip(names, ascii_uppercase, strict=False))
     print_lines((f"{letter} = {name}" for name, letter in letters.items()), console)
     base = letters[names[0]]
-    of_title = {f"{name} / {names[0]}": f"{each} / {base}" for name, each in letters.items()}
-    titles = letters | of_title
+    titles = letters | {f"{n} / {names[0]}": f"{own} / {base}" for n, own in letters.items()}
     return [
         replace(column, heading=titles.get(column.title, column.title)) for column in columns
     ]

@@ -163,9 +163,8 @@ def _fields(case: AnyCase, method: str) -> Fields:
             fields[name] = value if is_plain else str(value)
         defaults = (word.partition("=") for word in str(fields.pop("defaults", "")).split())
         fields |= {f"{_DEFAULT}{name}": value for name, _, value in defaults}
-        phase = str(fields.get("phase", ""))
-        shape = case.op.shape_text
-        return {**fields, "shape": shape, "dtype": case.dtype.value, "phase": phase}
+        fields |= {"shape": case.op.shape_text, "dtype": case.dtype.value}
+        return {**fields, "phase": str(fields.get("phase", ""))}
     if not isinstance(case, TrainCase):
         return fields
     # No dtype: precisions are techniques, which may be compared.
@@ -210,8 +209,7 @@ def series_of_tables(
             if reading.num_wrong:
                 continue
             of_table = (table.collective, table.method, table.unit, table.num_ranks)
-            key = (*of_table, *reading.measurement)
-            first, readings = groups.setdefault(key, (table, []))
+            first, readings = groups.setdefault((*of_table, *reading.measurement), (table, []))
             if first is not table:
                 raise ConfigError(
                     "compare", path, f"one of its tables: {table_list(path, tables)}"
@@ -330,8 +328,7 @@ def named_apart(groups: Sequence[Sequence[Side]]) -> list[tuple[Side, ...]]:
     The groups are what one comparison reads; a model has the same name in all of them.
     """
     sides = [side for group in groups for side in group]
-    models = [s.model for side in sides for s in side.series if s.model is not None]
-    names = distinct_names(models)
+    names = distinct_names([s.model for side in sides for s in side.series if s.model])
     return [tuple(_name_models(side, names) for side in group) for group in groups]
 
 

@@ -185,8 +185,9 @@ class OpFigures(Figures):
         if limit:
             verdicts.append(self.executed_flops_per_s > limit * LIMIT_SLACK)
         if (hbm := device.hbm_bytes_per_s) and self._fits_caches(CACHES) is not None:
-            above = self.bytes_per_s > hbm * LIMIT_SLACK
-            verdicts.append(above and not self._fits_caches(CACHES))
+            verdicts.append(
+                self.bytes_per_s > hbm * LIMIT_SLACK and not self._fits_caches(CACHES)
+            )
         return any(verdicts) if verdicts else None
 
     def _fits_caches(self, number: float) -> bool | None:
@@ -200,8 +201,7 @@ class OpFigures(Figures):
         cache_bytes = sheet.last_level_cache_bytes if sheet else next(by_rank, None)
         if not cache_bytes or (isinstance(op, EmbeddingBag) and op.alpha > 0):
             return None
-        touched = min(op.memory_bytes, op.bytes_moved) * self.num_sets
-        return touched <= number * cache_bytes
+        return min(op.memory_bytes, op.bytes_moved) * self.num_sets <= number * cache_bytes
 
     @property
     def num_sets(self) -> int:

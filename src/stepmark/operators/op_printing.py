@@ -128,8 +128,7 @@ def _num_missing(rows: Sequence[Row], parts: Sequence[Row]) -> int:
     """Return how many operators of the step have no right measurement."""
 
     def places(own: Sequence[Row]) -> set[tuple[object, ...]]:
-        names = (*_STEP, "role", "pass", "shape")
-        return {tuple(row[name] for name in names) for row in own}
+        return {tuple(row[name] for name in (*_STEP, "role", "pass", "shape")) for row in own}
 
     of_step = tuple(parts[0][name] for name in _STEP)
     planned = [

@@ -84,9 +84,11 @@ def _planned(case: AnyCase) -> tuple[AnyCase, str]:
         with contextlib.redirect_stdout(sys.stderr):  # what a user's file prints is no row
             return planned(case, case.op), ""
     except ConfigError as error:
-        cause = error.__cause__
-        is_of_arguments = isinstance(cause, TypeError | ValueError) and "meta" not in str(cause)
-        if error.field == "function" or is_of_arguments:
+        # A tensor without data raises TypeError, too, which names its device.
+        if error.field == "function" or (
+            isinstance(error.__cause__, TypeError | ValueError)
+            and "meta" not in str(error.__cause__)
+        ):
             raise
         return case, f"at least is unknown without a device: {error}"
 
@@ -95,8 +97,9 @@ def _rows(
     case: AnyCase, device: DeviceSpec | None, steps: Sequence[op_table.Step]
 ) -> list[Row]:
     if isinstance(case, OpCase):
-        labels = case.labels or (Label(),)
-        rows = [_operator_row(case, label, device, steps) for label in labels]
+        rows = [
+            _operator_row(case, label, device, steps) for label in case.labels or (Label(),)
+        ]
     elif isinstance(case, ReplayCase):
         rows = [{"workload": case.file, "ranks": case.num_ranks, "compute": str(case.compute)}]
     else:

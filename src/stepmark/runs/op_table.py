@@ -31,6 +31,7 @@ from stepmark.ground.units import format_time
 from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
 from stepmark.model.ops import (
+    CUSTOM,
     FAMILY_OF,
     Copy,
     Custom,
@@ -47,7 +48,17 @@ from stepmark.operators.op_plan import capabilities, model_shapes
 from stepmark.predictions.costs import SheetCosts
 from stepmark.step.roofline import roofline_time
 from stepmark.step.workload import ComputeOp, Kernel
-from stepmark.tables.columns import BYTES, COUNT, FLOPS, SECONDS, SHARE, Column, Row, text
+from stepmark.tables.columns import (
+    BYTES,
+    COUNT,
+    FLOPS,
+    SECONDS,
+    SHARE,
+    Column,
+    Row,
+    number,
+    text,
+)
 from stepmark.tables.row_tables import fitting
 from stepmark.tables.table import Table
 from stepmark.timeline.step_cost import OpCost
@@ -59,6 +70,7 @@ _SHARE_TEXT = (
     "Of time: of the step's predicted time, each operator by its fastest backend, without the "
     "communication, gradient clipping, casts and idle time that stepmark predict has."
 )
+_FAR = 1.3  # from the fastest backend to one that its row's time does not stand for
 _UNPREDICTED = (Copy, Custom, EmbeddingBag, HostCopy, Mlp)  # prediction has no law of these
 _PASSES = {"optim": ""}  # an optimizer's role says it
 
@@ -176,7 +188,10 @@ def lines(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> Itera
     if any(step.time_s is not None for step in steps):
         yield ""
         yield from textwrap.wrap(_SHARE_TEXT, _WIDTH)
-    if notes := _backend_text([case for case, _ in planned]):
+    if (
+        notes
+        := f"{_backend_text([case for case, _ in planned])} {_fastest_text(planned)}".strip()
+    ):
         yield ""
         yield from textwrap.wrap(notes, _WIDTH)
 
@@ -252,10 +267,6 @@ def _merged(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> lis
         places = [(label.model, label.mbs) for case, _ in same for label in case.labels]
         work = _in_steps(op, _steps_at(places, steps))
         own_columns = {"operator": _operator(rows), "predicted_s": min(times, default=None)}
-        if isinstance(op, Custom):
-            own_columns["operator"] = f"{rows[0]['role']}:{rows[0]['backend']}"
-            if not op.is_called:
-                own_columns["shape"] = f"{op.shape_text} (unknown without a device)"
         merged.append(rows[0] | joined | work | own_columns)
     return [*merged, *(row for step in steps for row in _other_rows(planned, step))]
 
@@ -288,8 +299,7 @@ def _other_rows(planned: Sequence[tuple[OpCase, Row]], step: Step) -> Iterator[R
 
 def in_place(op: Op, label: Label, steps: Sequence[Step]) -> Row:
     """Return how often a step has the operator at this place, and its share there."""
-    own = _steps_at([(label.model, label.mbs)], steps)
-    return _in_steps(op, own, label.per_step or 0)
+    return _in_steps(op, _steps_at([(label.model, label.mbs)], steps), label.per_step or 0)
 
 
 def _in_steps(op: Op, steps: Iterable[Step], calls: int | None = None) -> Row:
@@ -318,13 +328,20 @@ def _columns(rows: Sequence[Row], steps: Sequence[Step]) -> list[Column[Any]]:
 
 def _shape(row: Row) -> str:
     """Return the shape; equal sizes of an attention's heads are one, for 80 columns."""
-    return re.sub(r"\bd(\d+)/\1\b", r"d\1", text(row, "shape"))
+    unknown = " (unknown without a device)" if row["flops"] is None else ""
+    return re.sub(r"\bd(\d+)/\1\b", r"d\1", text(row, "shape")) + unknown
 
 
 def _operator(rows: Iterable[Row]) -> str:
     """Return the places of an operator, e.g. "gate, up fwd", or the first and how many more."""
     places = dict.fromkeys(
-        (str(row["role"] or row["family"]), str(row["pass"])) for row in rows
+        (
+            f"{row['role']}:{row['backend']}"
+            if row["family"] == CUSTOM
+            else str(row["role"] or row["family"]),
+            str(row["pass"]),
+        )
+        for row in rows
     )
     by_pass = group_by(places, lambda place: place[1])
     text = ", ".join(
@@ -368,3 +385,14 @@ def _backend_text(cases: Sequence[OpCase]) -> str:
         return ""
     texts = (f"{', '.join(names)} by {', '.join(own)}" for own, names in families.items())
     return f"Backends: {'; '.join(texts)}."
+
+
+def _fastest_text(planned: Sequence[tuple[OpCase, Row]]) -> str:
+    """Return by which backend operators are predicted, where another one takes far longer."""
+    fastest: dict[str, None] = {}
+    for same in group_by(planned, lambda item: item[0].op).values():
+        times = sorted((number(row, "predicted_s") or 0.0, c.backend) for c, row in same)
+        if times[-1][0] > _FAR * times[0][0] > 0:
+            fastest[f"{same[0][0].family} by {times[0][1]}"] = None
+    where = ", ".join(fastest)
+    return f"Predicted: {where}; another takes over {_FAR:g} times as long." if where else ""

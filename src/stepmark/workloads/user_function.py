@@ -139,8 +139,6 @@ def _text_of(error: BaseException, hints: Mapping[str, str]) -> str:
     shortened = textwrap.shorten(message, _MAX_MESSAGE, placeholder=" ...")
     text = f"{kind}: {shortened}" if message else kind
     files = " ".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
-    fitting = (
-        hint for part, hint in hints.items() if part in f"{kind} {message} {files}".lower()
-    )
-    hint = next(fitting, "")
+    where = f"{kind} {message} {files}".lower()
+    hint = next((hint for part, hint in hints.items() if part in where), "")
     return f"{text} ({hint})" if hint else text

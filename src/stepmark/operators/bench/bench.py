@@ -187,8 +187,9 @@ def _measure(
         sampler=sampler,
     )
     # Other operand sets are freed by now. A result that was wrong before needs no other check.
-    again = first.verify_again
-    last = agreed(context.ranks, lambda: again() if again and not check.num_wrong else check)
+    last = agreed(
+        context.ranks, lambda: check if check.num_wrong else first.verify_again() or check
+    )
     by_rank = context.ranks.gather((samples.seconds[0], last, sampler.telemetry()))
     all_seconds, checks, telemetry = zip(*by_rank, strict=True)
     return Measured(
@@ -363,8 +364,7 @@ def _collect(
 
     Returns the samples, and how many each batch has. A fixed number of samples is kept exactly.
     """
-    length = min(_BATCH_S[case.rate], effort.sample_s / 4)
-    count = _batch(timer, estimate_s, length)
+    count = _batch(timer, estimate_s, min(_BATCH_S[case.rate], effort.sample_s / 4))
     resume_at = 0.0
     seconds: list[float] = []
     batches: list[list[float]] = []  # slowest rank per sample

@@ -51,8 +51,7 @@ def completed(case: OpCase, op: Custom, ranks: Ranks) -> OpCase:
         op = _with_work(op, case.backend, ranks.device)
     except ConfigError as error:
         # Without memory the case fails alone, when it is measured.
-        is_memory = isinstance(error.__cause__, torch.OutOfMemoryError)
-        problem = None if is_memory else error
+        problem = None if isinstance(error.__cause__, torch.OutOfMemoryError) else error
     for other in ranks.gather(problem):
         if other is not None:
             raise other
@@ -161,21 +160,20 @@ def _check(name: str, op: Custom, built: CustomOp) -> Check:
     results, check = _called(name, op, built, expected)
     reads_result = bool(returned and check.num_wrong)
     if reads_result:
-        del results
         _restore(operands, before)
         results, check = _called(name, op, built, expected)
-    for number, (tensor, value) in enumerate(zip(operands, before, strict=True), start=1):
-        is_returned = _storage(tensor) in returned
-        if (is_returned and not reads_result) or _is_equal(tensor, value):
-            continue
-        verb = "updates" if is_returned else "changes"
-        remarks.append(f"call {verb} tensor {number} of operands")
-        if not is_returned:  # as a result is an update stated
-            check = dataclasses.replace(check, num_wrong=check.num_wrong + tensor.numel())
+    changed = [
+        n for n, pair in enumerate(zip(operands, before, strict=True)) if not _is_equal(*pair)
+    ]
+    stated = [n for n in changed if _storage(operands[n]) in returned]
+    unstated = [n for n in changed if n not in stated]
+    remarks += [f"call updates tensor {n + 1} of operands" for n in stated if reads_result]
+    remarks += [f"call changes tensor {n + 1} of operands" for n in unstated]
     remarks += [f"result is {dtype}" for dtype in _other_dtypes(op, results)]
     remarks += filter(None, map(_not_finite, results))
     _restore(operands, before)
-    return dataclasses.replace(check, remarks=tuple(remarks))
+    num_wrong = check.num_wrong + sum(operands[n].numel() for n in unstated)
+    return dataclasses.replace(check, num_wrong=num_wrong, remarks=tuple(remarks))
 
 
 def _check_again(name: str, op: Custom, built: CustomOp, backend: str) -> Check:
@@ -194,12 +192,12 @@ def _check_again(name: str, op: Custom, built: CustomOp, backend: str) -> Check:
     _restore(operands, values)
     check = _check(name, op, built)
     if check.num_wrong:
-        references = (built.reference, fresh.reference)
-        own = [tensors_of(each(*map(_wide, fresh.operands))) for each in references]
-        if not all(map(torch.allclose, *own)):
+        both = (each.reference(*map(_wide, fresh.operands)) for each in (built, fresh))
+        if not all(map(torch.allclose, *map(tensors_of, both))):
             return _check(name, op, fresh)
-        remarks = ("wrong only after the samples", *check.remarks)
-        check = dataclasses.replace(check, remarks=remarks)
+        check = dataclasses.replace(
+            check, remarks=("wrong only after the samples", *check.remarks)
+        )
     return check
 
 
@@ -229,13 +227,12 @@ def _other_dtypes(op: Custom, results: Iterable[Tensor]) -> list[str]:
 
 def _not_finite(result: Tensor) -> str:
     """Return where a result is first not finite; "" where all of it is finite."""
-    values = result.detach()
-    is_bad = ~(values.float() if values.element_size() == 1 else values).isfinite()
+    is_bad = ~(result.float() if result.element_size() == 1 else result).isfinite()
     if not is_bad.any():
         return ""
-    place = is_bad.flatten().byte().argmax().cpu()
-    index = tuple(map(int, torch.unravel_index(place, result.shape)))
-    return f"{float(values[index])} at index {','.join(map(str, index))}".replace("nan", "NaN")
+    place = torch.unravel_index(is_bad.flatten().byte().argmax().cpu(), result.shape)
+    index = tuple(map(int, place))
+    return f"{float(result[index])} at index {','.join(map(str, index))}".replace("nan", "NaN")
 
 
 def _poison_result(
