@@ -286,6 +286,14 @@ def test_rounding_widens_the_interval() -> None:
     assert only(compare(coarse, Options())) == [Verdict.CANNOT_TELL] * 3
 
 
+def test_other_default_arguments_are_no_pair_and_others_are() -> None:
+    a = curve("a", family="custom", default_tokens="1024")
+    with pytest.raises(ConfigError, match="default_tokens differs"):
+        compare([a, curve("b", family="custom", default_tokens="64")], Options())
+    more = curve("b", family="custom", default_tokens="1024", default_block="8")
+    assert len(compare([a, more], Options()).lines) == 3
+
+
 def test_notes_that_are_alike_name_all_their_sides() -> None:
     def busy(name: str) -> Side:
         first, *_ = curve(name).series

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.measuring.fakes import context, entries
+from tests.tables.records import measured
 from torch import Tensor
 
 from stepmark.cases.case import OpCase
 from stepmark.cases.plan import OpHow
 from stepmark.cases.record import Check
+from stepmark.comparison.series import series_of_records
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring.context import MeasureContext
@@ -334,6 +336,14 @@ def test_ranks_learn_the_work_and_refuse_a_file_that_was_edited(tmp_path: Path) 
     assert isinstance(op, Custom)
     called = custom.completed(case, op, ALONE).op
     assert called == replace(op, flops=0, bytes_moved=80, memory_bytes=80)
+    (case,) = planned(tmp_path)
+    assert isinstance(case.op, Custom)
+    default = custom.completed(case, case.op, ALONE)
+    assert isinstance(default.op, Custom)
+    assert default.op.defaults == "n=1000"
+    (series,), _ = series_of_records([measured(default, 1e-3)])
+    assert series.fields["default_n"] == "1000"
+    (case,) = planned(tmp_path, arguments=("n=10",))
     (tmp_path / "kernel.py").write_text(FILE + "# edited\n")
     with pytest.raises(ConfigError, match=f"the planned file, whose digest is {op.digest}"):
         custom.completed(case, op, ALONE)
@@ -364,7 +374,9 @@ def build(op: Custom, name: str) -> Callable[[], object]:
     ("code", "message"),
     [
         ("def f(device, dtype): return 3", "int is invalid: .* returns a stepmark.CustomOp"),
-        ("def f(device): pass", "called with 2 arguments"),
+        ("def f(device): pass", "called with 2 arguments; its own are device"),
+        ("def _g(device, dtype): pass", "function f .* a function of kernel.py.$"),
+        ("def f(device, dtype): raise ValueError('word ' * 99)", r"word word \.\.\."),
         ("def f(device, dtype): return 1 / 0", "kernel.py:3 in f.* ZeroDivisionError"),
         ("def g(device, dtype): pass", "function f is invalid: .* kernel.py, e.g. g"),
         ("def f(device, dtype): return CustomOp()", "it raised TypeError"),
