@@ -389,10 +389,10 @@ def _backend_text(cases: Sequence[OpCase]) -> str:
 
 def _fastest_text(planned: Sequence[tuple[OpCase, Row]]) -> str:
     """Return by which backend operators are predicted, where another one takes far longer."""
-    fastest: dict[str, None] = {}
+    families: dict[str, dict[str, None]] = {}
     for same in group_by(planned, lambda item: item[0].op).values():
         times = sorted((number(row, "predicted_s") or 0.0, c.backend) for c, row in same)
         if times[-1][0] > _FAR * times[0][0] > 0:
-            fastest[f"{same[0][0].family} by {times[0][1]}"] = None
-    where = ", ".join(fastest)
+            families.setdefault(times[0][1], {})[same[0][0].family] = None
+    where = "; ".join(f"{', '.join(own)} by {name}" for name, own in families.items())
     return f"Predicted: {where}; another takes over {_FAR:g} times as long." if where else ""
