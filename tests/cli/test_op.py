@@ -199,7 +199,7 @@ def test_steps_and_warmups_are_those_of_the_command(
     out, _ = capsys.readouterr()
     (row,) = csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text()))
     assert (row["n"], row["warmup_calls"]) == ("7", "3")
-    assert row["rate"] == "short soak 0.0 s", "so few calls are no soak"
+    assert row["rate"] == "soak below 0.1 s", "so few calls are no soak"
     assert f"Steps =  {7 * int(row['calls_per_sample'])}  warmups =  3" in out
 
 

@@ -115,7 +115,21 @@ def test_a_plan_has_the_work_and_the_least_time_of_a_device_that_is_not_here(
     known = ("flops", "bytes_moved", "memory_bytes")
     assert [row[name] for name in known] == [2**20, bytes_moved, bytes_moved // 2]
     assert row["least_s"] == pytest.approx(bytes_moved / 4.8e12)
+    assert row["bound"] == "memory"
     assert row["predicted_s"] is None
+
+
+def test_a_plan_names_each_function_and_refuses_its_argument(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["op", "custom", "kernel.py:build,other", "--dry-run", "--device", "h200"]
+    assert status(words) == 0
+    rows = [
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if "kernel" in line
+    ]
+    assert rows == ["kernel.py:build", "kernel.py:other"]
+    assert status([*words, "--arg", "n=many"]) == 2
+    assert "it raised TypeError: randn()" in capsys.readouterr().err
 
 
 def test_a_plan_says_why_it_does_not_know_the_work(
@@ -124,6 +138,8 @@ def test_a_plan_says_why_it_does_not_know_the_work(
     build = FILE.replace("    return CustomOp(", "    x[0].item()\n    return CustomOp(", 1)
     (tmp_path / "kernel.py").write_text(build)
     words = ["op", "custom", "kernel.py:build", "--dry-run", "--device", "h200"]
+    assert status(words) == 0
+    assert "default arguments (unknown without a device)" in capsys.readouterr().out
     assert status([*words, "--json", "-"]) == 0
     out, err = capsys.readouterr()
     (row,) = json.loads(out)

@@ -7,9 +7,10 @@ import pytest
 
 from stepmark.comparison.compare import Options, compare
 from stepmark.comparison.comparison import Comparison, Series, Side
+from stepmark.comparison.comparison_text import ratio_text
 from stepmark.comparison.series import STRICT
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.ratio import Verdict
+from stepmark.ground.ratio import Ratio, Verdict
 
 SIZES = (1024, 4096, 16384)
 
@@ -283,3 +284,27 @@ def test_rounding_widens_the_interval() -> None:
     ]
     assert only(compare([a, b], Options())) == [Verdict.FASTER] * 3
     assert only(compare(coarse, Options())) == [Verdict.CANNOT_TELL] * 3
+
+
+def test_other_default_arguments_are_no_pair_and_others_are() -> None:
+    a = curve("a", family="custom", default_tokens="1024")
+    with pytest.raises(ConfigError, match="default_tokens differs"):
+        compare([a, curve("b", family="custom", default_tokens="64")], Options())
+    more = curve("b", family="custom", default_tokens="1024", default_block="8")
+    assert len(compare([a, more], Options()).lines) == 3
+
+
+def test_notes_that_are_alike_name_all_their_sides() -> None:
+    def busy(name: str) -> Side:
+        first, *_ = curve(name).series
+        return side(name, dataclasses.replace(first, busy=frozenset({"0"})))
+
+    notes = compare([busy("a"), busy("b"), busy("c")], Options()).notes
+    assert "a, b, c: busy host in 1 of 24 launches" in notes
+
+
+def test_an_interval_that_says_nothing_is_unknown() -> None:
+    ratio = Ratio(speed=2.0, low=0.5, high=8.0, verdict=Verdict.CANNOT_TELL, reason="")
+    assert ratio_text(ratio) == "2.000 [0.500, 8.000]"
+    wide = dataclasses.replace(ratio, low=0.01, high=400.0)
+    assert ratio_text(wide) == "2.000 [unknown]"

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.measuring.fakes import context, entries
+from tests.tables.records import measured
 from torch import Tensor
 
 from stepmark.cases.case import OpCase
 from stepmark.cases.plan import OpHow
+from stepmark.cases.record import Check
+from stepmark.comparison.series import series_of_records
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring.context import MeasureContext
@@ -76,28 +79,90 @@ def test_a_wrong_result_is_wrong(op: Custom, name: str) -> None:
     assert custom.impl(name).make(op, CPU).verify().num_wrong > 900
 
 
-def test_a_call_that_returns_an_earlier_result_is_wrong(op: Custom) -> None:
-    results: list[Tensor] = []
-
-    def lazy(x: Tensor) -> Tensor:
-        results[:] = results or [x * 2]
-        return results[0]
-
-    built = CustomOp(
-        call=lazy,
-        operands=(torch.ones(10),),
-        reference=lambda x: x * 2,
-        flops=0,
-        bytes_moved=80,
+# What a call does to x before it returns what it should, and what is noticed of it.
+FAULTS = {
+    "CACHE.setdefault(x._version, x * 2)": "NaN at index 0",
+    "CACHE.setdefault(x._version, x * 2).clone()": "wrong only after the samples",
+    "CALLS.append(1) or x * (2 if len(CALLS) < 5 else 3)": "wrong only after the samples",
+    "(x * 2, y.zero_())[0]": "call changes tensor 2 of operands",
+    "(x * 2, x.mul_(1.5))[0]": "call changes tensor 1 of operands",
+}
+TWICE = """
+import torch
+from stepmark import CustomOp
+CACHE, CALLS = {{}}, []
+def f(device, dtype):
+    x, y = torch.randn(2, 1000, device=device, dtype=dtype)
+    kept = x.double()
+    return CustomOp(
+        call=lambda x, y: {call}, operands=(x, y), reference=lambda x, y: {reference},
+        flops=0, bytes_moved=1,
     )
-    assert custom._check("lazy", op, built).num_wrong == 10
+"""
+
+
+def twice(path: Path, call: str, reference: str = "x * 2") -> tuple[Check, Check]:
+    """Return the checks before and after some calls, as they are while it is timed."""
+    file = path / "kernel.py"
+    file.write_text(TWICE.format(call=call, reference=reference))
+    made = custom.impl("f").make(Custom(file=str(file), digest="0", dtype=DType.FP32), CPU)
+    assert made.verify_again is not None
+    first = made.verify()
+    for _ in range(5):
+        made.run()
+    return first, first if first.num_wrong else made.verify_again()
+
+
+@pytest.mark.parametrize("call", FAULTS)
+def test_a_call_that_is_wrong_later_or_changes_operands_is_noticed(
+    tmp_path: Path, call: str
+) -> None:
+    first, both = twice(tmp_path, call)
+    assert both.num_wrong > 900
+    assert FAULTS[call] in both.remarks
+    assert bool(first.num_wrong) is (FAULTS[call] != "wrong only after the samples")
+
+
+@pytest.mark.parametrize(
+    ("call", "reference", "remarks"),
+    [
+        ("x * 2", "x * 2", ()),
+        ("torch.mul(x, 2, out=y)", "x * 2", ()),
+        ("x.mul_(2)", "x * 2", ("call updates tensor 1 of operands",)),
+        ("kept.float()", "kept", ()),  # a reference that reads more than its operands
+    ],
+)
+def test_a_right_call_is_right_after_the_samples(
+    tmp_path: Path, call: str, reference: str, remarks: tuple[str, ...]
+) -> None:
+    _, both = twice(tmp_path, call, reference)
+    assert both.num_wrong == 0
+    assert both.remarks == remarks
+
+
+def test_a_backward_pass_is_checked_with_the_values_that_its_graph_saved(
+    tmp_path: Path,
+) -> None:
+    graph = "x = x.requires_grad_(); out = (x * x).sum()\n    kept = x.double()"
+    code = TWICE.replace("kept = x.double()", graph)
+    file = tmp_path / "kernel.py"
+    backward = "torch.autograd.grad(out, x, retain_graph=True)"
+    file.write_text(code.format(call=backward, reference="x * 2"))
+    made = custom.impl("f").make(Custom(file=str(file), digest="0", dtype=DType.FP32), CPU)
+    assert made.verify_again is not None
+    assert made.verify().num_wrong == made.verify_again().num_wrong == 0
+
+
+def test_a_reference_that_is_the_call_itself_is_named(op: Custom) -> None:
+    built = CustomOp(**GOOD)
+    assert custom._check("itself", op, built).remarks == ("reference is the call itself",)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("half", "result of call: '500' is invalid: it must be 1000, as the reference's"),
-        ("none", "it must be a function that returns a tensor, or a tuple of tensors"),
+        ("none", "result of call is missing: give a tensor, or a tuple of tensors"),
     ],
 )
 def test_a_result_of_another_shape_is_an_error(op: Custom, name: str, message: str) -> None:
@@ -130,7 +195,7 @@ def test_a_result_in_8_bits_may_have_a_rounding_to_them(op: Custom, dtype: torch
     fp8 = replace(op, dtype=DType.FP8_E4M3)
     assert custom._check("right", fp8, built(1.0)).num_wrong == 0
     assert custom._check("wrong", fp8, built(1.02)).num_wrong == 50_000
-    assert custom._check("right", fp8, built(1.0)).result_dtype == ""
+    assert custom._check("right", fp8, built(1.0)).remarks == ()
 
 
 def test_a_result_in_another_type_is_named(op: Custom) -> None:
@@ -142,8 +207,8 @@ def test_a_result_in_another_type_is_named(op: Custom) -> None:
         flops=0,
         bytes_moved=1,
     )
-    assert custom._check("wide", bf16, built).result_dtype == "float32"
-    assert custom._check("wide", op, built).result_dtype == "bfloat16"
+    assert custom._check("wide", bf16, built).remarks == ("result is float32",)
+    assert custom._check("wide", op, built).remarks == ("result is bfloat16",)
 
 
 def test_an_expanded_operand_is_only_read(op: Custom) -> None:
@@ -271,6 +336,14 @@ def test_ranks_learn_the_work_and_refuse_a_file_that_was_edited(tmp_path: Path) 
     assert isinstance(op, Custom)
     called = custom.completed(case, op, ALONE).op
     assert called == replace(op, flops=0, bytes_moved=80, memory_bytes=80)
+    (case,) = planned(tmp_path)
+    assert isinstance(case.op, Custom)
+    default = custom.completed(case, case.op, ALONE)
+    assert isinstance(default.op, Custom)
+    assert default.op.defaults == "n=1000"
+    (series,), _ = series_of_records([measured(default, 1e-3)])
+    assert series.fields["default_n"] == "1000"
+    (case,) = planned(tmp_path, arguments=("n=10",))
     (tmp_path / "kernel.py").write_text(FILE + "# edited\n")
     with pytest.raises(ConfigError, match=f"the planned file, whose digest is {op.digest}"):
         custom.completed(case, op, ALONE)
@@ -301,7 +374,9 @@ def build(op: Custom, name: str) -> Callable[[], object]:
     ("code", "message"),
     [
         ("def f(device, dtype): return 3", "int is invalid: .* returns a stepmark.CustomOp"),
-        ("def f(device): pass", "called with 2 arguments"),
+        ("def f(device): pass", "called with 2 arguments; its own are device"),
+        ("def _g(device, dtype): pass", "function f .* a function of kernel.py.$"),
+        ("def f(device, dtype): raise ValueError('word ' * 99)", r"word word \.\.\."),
         ("def f(device, dtype): return 1 / 0", "kernel.py:3 in f.* ZeroDivisionError"),
         ("def g(device, dtype): pass", "function f is invalid: .* kernel.py, e.g. g"),
         ("def f(device, dtype): return CustomOp()", "it raised TypeError"),

@@ -22,7 +22,7 @@ from tests.tables.records import (
 from stepmark.cases.case import Label, Rate
 from stepmark.cases.record import Failed, Measured, Skipped
 from stepmark.ground.dtypes import DType
-from stepmark.model.ops import EmbeddingBag, Gemm, Phase
+from stepmark.model.ops import Copy, EmbeddingBag, Gemm, Phase
 from stepmark.operators.op_columns import OP_COLUMNS, rows
 from stepmark.tables import row_tables
 from stepmark.tables.columns import Row, View, number
@@ -60,6 +60,20 @@ def test_share_of_peak_follows_the_peak() -> None:
     assert share == pytest.approx(100 * 2 * 8192**3 / 2e-3 / 1e15)
     doubled = replace(device, peak_flops_per_s={DType.BF16: 2e15})
     assert number(one(2e-3, device=doubled), "pct_peak") == pytest.approx((share or 0) / 2)
+
+
+def test_what_caches_serve_has_no_share_of_a_copy() -> None:
+    def share(num_bytes: int) -> object:
+        copy = replace(COPY, op=Copy(num_bytes=num_bytes))
+        records = [measured(COPY, 1e-3), measured(copy, 1e-3)]
+        info = run_info()
+        (known,) = info.environment.devices
+        devices = (replace(known, l2_bytes=2**20),)
+        info = replace(info, environment=replace(info.environment, devices=devices))
+        return rows(records, info)[1]["pct_ceiling"]
+
+    assert share(2**24) is not None
+    assert share(2**12) is None
 
 
 def test_unknown_device_gives_none_and_the_measured_ceiling() -> None:

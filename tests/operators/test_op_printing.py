@@ -3,13 +3,18 @@
 from dataclasses import replace
 
 import pytest
-from tests.tables.records import FAST, attention, gemm, measured, run_info
+from tests.tables.records import COPY, FAST, attention, gemm, made_up_device, measured, run_info
 
 from stepmark.cases.case import Label, OpCase
 from stepmark.cases.record import Record, Skipped
-from stepmark.model.ops import Gemm, Phase
+from stepmark.model.ops import Gemm, Norm, Phase
 from stepmark.operators.op_columns import rows
-from stepmark.operators.op_printing import doubtful_lines, step_lines, wrong_lines
+from stepmark.operators.op_printing import (
+    ceiling_lines,
+    doubtful_lines,
+    step_lines,
+    wrong_lines,
+)
 
 QKV = Label(model="m", role="qkv", phase=Phase.FWD, per_step=4, mbs=1)
 CORE = Label(model="m", role="attention", phase=Phase.FWD, per_step=2, mbs=1)
@@ -67,7 +72,7 @@ def test_a_wrong_result_has_its_errors_and_their_limits() -> None:
     ]
     lost = replace(record, checks=(replace(check, max_rel_err=float("inf")),))
     assert [*wrong_lines(rows([lost], run_info()))] == [
-        f"{name}: largest error inf (limit 6.2e-02)"
+        f"{name}: largest error NaN or infinite"
     ]
     of_a_part = replace(record, checks=(replace(check, max_rel_err=0.05),))
     assert [*wrong_lines(rows([of_a_part], run_info()))] == [
@@ -78,6 +83,15 @@ def test_a_wrong_result_has_its_errors_and_their_limits() -> None:
 
 def test_a_result_in_another_type_is_doubtful() -> None:
     record = measured(gemm(), 1e-3)
-    checks = tuple(replace(check, result_dtype="float32") for check in record.checks)
+    checks = tuple(replace(check, remarks=("result is float32",)) for check in record.checks)
     table = rows([replace(record, checks=checks)], run_info())
     assert doubtful_lines(table)[-1] == "doubtful: result is float32 1 (of 1)"
+
+
+def test_a_memory_without_a_limit_has_a_line() -> None:
+    norm = measured(OpCase(op=Norm(tokens=8, hidden=8), backend="torch"), 1e-3)
+    assert [*ceiling_lines(rows([norm], run_info()))] == [
+        "no data sheet of this machine: compare GB/s with those of stepmark op copy"
+    ]
+    assert [*ceiling_lines(rows([norm, measured(COPY, 1e-3)], run_info()))] == []
+    assert [*ceiling_lines(rows([norm], run_info(), device=made_up_device()))] == []

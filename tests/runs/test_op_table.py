@@ -186,6 +186,7 @@ def test_80_columns_have_predicted_and_least_times(
     lines = capsys.readouterr().out.splitlines()
     head = "operator          shape                        x  at least  predicted  of time"
     assert head in lines
+    assert "Predicted: attention by cudnn; norm," in " ".join(lines)
 
 
 def test_files_have_calls_and_shares_of_each_place(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ class Check:
     # elements, one tolerance that the user gave, or a record of an older release.
     rms_err: float | None = None
     rms_tolerance: float | None = None
-    result_dtype: str = ""  # of a user's operator, where it is not the case's
+    remarks: tuple[str, ...] = ()  # on a user's operator, e.g. "result is float64"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +273,7 @@ class DeviceInfo:
     name: str  # exact name from the driver
     uuid: str = ""
     memory_bytes: int | None = None
-    l2_bytes: int | None = None
+    l2_bytes: int | None = None  # of a CPU its largest cache
     num_sms: int | None = None
     capability: str = ""
     max_sm_clock_hz: float | None = None

@@ -8,6 +8,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from operator import itemgetter
 from statistics import fmean, median
 
 from stepmark.comparison.comparison import (
@@ -21,6 +22,7 @@ from stepmark.comparison.comparison import (
 )
 from stepmark.comparison.series import NAMING, STRICT, Pair, join, named_apart
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.grouping import group_by
 from stepmark.ground.launches import Order, Row, Sample
 from stepmark.ground.ratio import (
     BUSY,
@@ -43,6 +45,7 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "
 _IN_ROUNDS = "; in rounds they would not: stepmark sweep --env NAME=A,B -- COMMAND"
 # No variable chooses the function of a file.
 _IN_LAUNCHES = ": --launches 3 alternates the functions of one file (FILE.py:a,b)"
+_SIDES = "{sides}"  # in a note, the names of all sides of which it says the same
 Pairs = Sequence[tuple[Series, Series]]
 
 
@@ -76,6 +79,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
     means: list[Overall] = []
     notes = [f"{side.name}: {note}" for side in sides for note in side.notes]
     notes += _context_notes(sides)
+    alike: list[tuple[str, str]] = []
     if options.statistic != "median":
         notes.append(f"of the samples of a launch the {options.statistic} counts")
     for other in others:
@@ -88,10 +92,13 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
             row[other.name] = _cell(_completed(other_series, base_series), judged, options)
         if mean := _overall(base, other, both, options):
             means.append(mean)
-        for differences in (_basis_notes, _soak_notes, _warmup_notes, _busy_notes):
+        for differences in (_basis_notes, _soak_notes, _warmup_notes):
             notes += differences(base.name, other.name, both)
+        alike += _busy_notes(base.name, other.name, both)
         if not by_round:
-            notes += _order_notes(base.name, other.name, both)
+            alike += _order_notes(base.name, other.name, both)
+    for text, own in group_by(dict.fromkeys(alike), itemgetter(1)).items():
+        notes.append(text.replace(_SIDES, ", ".join(name for name, _ in own)))
     lines = tuple(
         Line(fields=first.fields, size_bytes=first.size_bytes, unit=first.unit, cells=row)
         for first, row in ((base.series[place], cells[place]) for place in sorted(cells))
@@ -204,7 +211,15 @@ def _mean_noise(first: Series, second: Series) -> Variance | None:
 
 
 def _sample(side: Side, series: Series, options: Options) -> Sample:
-    past = [p for s in options.history.get(side.name, ()) for p in _past(s, series, options)]
+    # Launches of the same measurement in runs of history.
+    past = [
+        run
+        for earlier in options.history.get(side.name, ())
+        for other in earlier.series
+        if (other.fields, other.size_bytes, other.unit)
+        == (series.fields, series.size_bytes, series.unit)
+        for run in _by_run(_logs(other, options.statistic))
+    ]
     if not past and (recorded := _recorded(series, options)):
         past = _by_run(_logs(recorded, options.statistic))
     return Sample(
@@ -213,17 +228,6 @@ def _sample(side: Side, series: Series, options: Options) -> Sample:
         past=tuple(past),
         rounding=series.rounding,
     )
-
-
-def _past(side: Side, series: Series, options: Options) -> list[dict[str, float]]:
-    """Return the launches of the same measurement in a run of history."""
-    return [
-        run
-        for other in side.series
-        if (other.fields, other.size_bytes, other.unit)
-        == (series.fields, series.size_bytes, series.unit)
-        for run in _by_run(_logs(other, options.statistic))
-    ]
 
 
 def _by_run(logs: Mapping[str, float]) -> list[dict[str, float]]:
@@ -235,8 +239,10 @@ def _by_run(logs: Mapping[str, float]) -> list[dict[str, float]]:
 
 def _logs(series: Series, statistic: str) -> dict[str, float]:
     """Return the logarithms of centres as times; of a rate, of the time of one unit."""
-    centres = _centres(series, statistic)
-    return {k: math.log(v if series.is_time else 1 / v) for k, v in centres.items()}
+    return {
+        launch: math.log(value if series.is_time else 1 / value)
+        for launch, value in _centres(series, statistic).items()
+    }
 
 
 def _ratio_only(speed: float, reason: str) -> Ratio:
@@ -276,13 +282,10 @@ def _overall(base: Side, other: Side, pairs: Pairs, options: Options) -> Overall
     mean = judge_mean(rows, floor=options.floor)
     if mean is None:
         speed = math.exp(fmean(row.base.mean - row.other.mean for row in rows))
-        values = max(len(v) for pair in pairs for s in pair for v in s.launches.values())
-        reason = "lines without an interval"
-        if all(len(series.launches) == 1 for pair in pairs for series in pair):
-            reason = "one value" if values == 1 else "one launch"
-        mean = _ratio_only(speed, reason)
-    if pairs[0][0].unit == UNKNOWN:
-        mean = _ratio_only(mean.speed, "--unit rate or time")
+        is_single = all(len(series.launches) == 1 for pair in pairs for series in pair)
+        mean = _ratio_only(speed, "one launch" if is_single else "lines without an interval")
+    for pair in pairs:  # one line without a verdict leaves none to their mean
+        mean = _checked(pair, mean) or mean
     sizes = [first.size_bytes for first, _ in pairs if first.size_bytes is not None]
     return Overall(
         name=other.name,
@@ -360,7 +363,7 @@ def _basis_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
             )
 
 
-def _order_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+def _order_notes(base: str, other: str, pairs: Pairs) -> Iterator[tuple[str, str]]:
     """Yield how to measure without drift, where one side was measured before the other."""
     for pair in pairs:
         first, second = (
@@ -370,8 +373,9 @@ def _order_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
         if Row(kind="", base=first, other=second).order is Order.BLOCKS:
             is_custom = pair[0].fields.get("family") == CUSTOM
             yield (
-                f"{base} and {other} were measured one after the other, so intervals include "
-                f"drift{_IN_LAUNCHES if is_custom else _IN_ROUNDS}"
+                other,
+                f"{base} and {_SIDES} were measured one after the other, so intervals include "
+                f"drift{_IN_LAUNCHES if is_custom else _IN_ROUNDS}",
             )
 
 
@@ -406,10 +410,10 @@ def _warmup_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
             )
 
 
-def _busy_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+def _busy_notes(base: str, other: str, pairs: Pairs) -> Iterator[tuple[str, str]]:
     """Yield in how many launches the host was busy, which slows what the host does."""
     for name, series in ((base, [a for a, _ in pairs]), (other, [b for _, b in pairs])):
         busy = {launch for each in series for launch in each.busy}
         launches = {launch for each in series for launch in each.launches}
         if busy:
-            yield f"{name}: busy host in {len(busy)} of {len(launches)} launches"
+            yield name, f"{_SIDES}: busy host in {len(busy)} of {len(launches)} launches"

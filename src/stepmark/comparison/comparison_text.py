@@ -235,14 +235,12 @@ def verdict_text(ratio: Ratio) -> str:
 
 
 def ratio_text(ratio: Ratio) -> str:
-    """Return e.g. 1.052 [1.031, 1.074]: the speed and its 99 % interval."""
+    """Return e.g. 1.052 [1.031, 1.074]: the speed and its 99 % interval, if that is narrow."""
     if ratio.low is None or ratio.high is None:
         return f"{ratio.speed:.3f}"
-    return f"{ratio.speed:.3f} [{_bound(ratio.low)}, {_bound(ratio.high)}]"
-
-
-def _bound(value: float) -> str:
-    return f"{value:.3f}" if 0.001 <= value < 1000 else f"{value:.0e}"
+    if ratio.high > _LARGEST_FACTOR * ratio.speed:
+        return f"{ratio.speed:.3f} [unknown]"
+    return f"{ratio.speed:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def mean_text(overall: Overall) -> str:
@@ -321,6 +319,7 @@ def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
 
 _STYLE = {Verdict.FASTER.value: "green", Verdict.SLOWER.value: "red"}
 _CONSOLE = frozenset({View.CONSOLE})
+_LARGEST_FACTOR = 100.0  # from a speed to the bounds of an interval that is shown
 # Up to this many sides besides the baseline have values, intervals and verdicts in the table;
 # more have the ratio and a mark.
 _WIDE = 2
@@ -347,8 +346,8 @@ def _columns(comparison: Comparison) -> list[Column[Line]]:
         Column("size_bytes", lambda line: line.size_bytes, BYTES, "size", SHOWN),
     ]
     for name in comparison.names:
-        is_first = name == comparison.names[0]
-        columns += _value_columns(name, SHOWN if is_first or not is_wide else PAGE)
+        is_shown = not is_wide or name == comparison.names[0]
+        columns += _value_columns(name, SHOWN if is_shown else PAGE)
     for name in comparison.names[1:]:
         columns += _ratio_columns(comparison, name, is_wide=is_wide)
     return columns
@@ -443,8 +442,7 @@ def _lettered(
     letters = dict(zip(names, ascii_uppercase, strict=False))
     print_lines((f"{letter} = {name}" for name, letter in letters.items()), console)
     base = letters[names[0]]
-    of_title = {f"{name} / {names[0]}": f"{each} / {base}" for name, each in letters.items()}
-    titles = letters | of_title
+    titles = letters | {f"{n} / {names[0]}": f"{own} / {base}" for n, own in letters.items()}
     return [
         replace(column, heading=titles.get(column.title, column.title)) for column in columns
     ]

@@ -161,9 +161,10 @@ def _fields(case: AnyCase, method: str) -> Fields:
         for name, value in dataclasses.asdict(case.op).items():
             is_plain = isinstance(value, str | int | float | bool | None)
             fields[name] = value if is_plain else str(value)
-        phase = str(fields.get("phase", ""))
-        shape = case.op.shape_text
-        return {**fields, "shape": shape, "dtype": case.dtype.value, "phase": phase}
+        defaults = (word.partition("=") for word in str(fields.pop("defaults", "")).split())
+        fields |= {f"{_DEFAULT}{name}": value for name, _, value in defaults}
+        fields |= {"shape": case.op.shape_text, "dtype": case.dtype.value}
+        return {**fields, "phase": str(fields.get("phase", ""))}
     if not isinstance(case, TrainCase):
         return fields
     # No dtype: precisions are techniques, which may be compared.
@@ -208,8 +209,7 @@ def series_of_tables(
             if reading.num_wrong:
                 continue
             of_table = (table.collective, table.method, table.unit, table.num_ranks)
-            key = (*of_table, *reading.measurement)
-            first, readings = groups.setdefault(key, (table, []))
+            first, readings = groups.setdefault((*of_table, *reading.measurement), (table, []))
             if first is not table:
                 raise ConfigError(
                     "compare", path, f"one of its tables: {table_list(path, tables)}"
@@ -315,6 +315,7 @@ STRICT = tuple(
 )
 # Fields that always name a line: they are no settings.
 NAMING = ("family", "shape", "label", "model", "phase", "pair")
+_DEFAULT = "default_"  # begins the names of a function's arguments that were not given
 # Fields that are worth a note where one side does not state them.
 _NOTED = (*STRICT, *NAMING, "redop", "root", "api")
 # Sizes of other numbers of ranks, rounded to whole parts, are still the same size.
@@ -327,8 +328,7 @@ def named_apart(groups: Sequence[Sequence[Side]]) -> list[tuple[Side, ...]]:
     The groups are what one comparison reads; a model has the same name in all of them.
     """
     sides = [side for group in groups for side in group]
-    models = [s.model for side in sides for s in side.series if s.model is not None]
-    names = distinct_names(models)
+    names = distinct_names([s.model for side in sides for s in side.series if s.model])
     return [tuple(_name_models(side, names) for side in group) for group in groups]
 
 
@@ -392,7 +392,11 @@ def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[st
             if name in _NOTED and (_stated(base_values) or _stated(other_values)):
                 silent = other if _stated(base_values) else base
                 notes.append(f"{silent.name} does not state {name}: taken as the same")
-        elif len(base_values) == len(other_values) == 1 and name not in NAMING:
+        elif (
+            len(base_values) == len(other_values) == 1
+            and name not in NAMING
+            and not name.startswith(_DEFAULT)
+        ):
             (a,), (b,) = base_values, other_values
             if name == "digest" and other.series[0].fields.get("family") == CUSTOM:
                 notes.append(_edited(other))

@@ -298,6 +298,5 @@ def is_enough(
     medians = [summarize(batch).median for batch in batches]
     if len(batches) < effort.min_batches:
         most = FLAT_SHARE * effort.target_ci_rel * min(medians)
-        is_flat = max(medians) - min(medians) < most
-        return len(batches) >= FLAT_BATCHES and is_flat
+        return len(batches) >= FLAT_BATCHES and max(medians) - min(medians) < most
     return summarize(medians).ci_rel < effort.target_ci_rel

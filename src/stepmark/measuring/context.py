@@ -14,6 +14,7 @@ import torch
 from stepmark.cases.record import Failed, Levels
 from stepmark.ground import garbage
 from stepmark.ground.units import format_time
+from stepmark.measuring import host
 from stepmark.measuring.environment import capabilities
 from stepmark.measuring.ranks import CaseFailedError, Ranks, join
 from stepmark.model.ops.backends import Capabilities
@@ -78,20 +79,10 @@ def make_context(device_type: str, *, for_meshes: bool = False) -> MeasureContex
         capabilities=capabilities(device),
         cache_bytes=torch.cuda.get_device_properties(device).L2_cache_size
         if device.type == "cuda"
-        else _cpu_cache_bytes(),
+        else host.cache_bytes(),
         free_bytes=free_bytes,
         device_index=device.index,
     )
-
-
-def _cpu_cache_bytes() -> int:
-    """Return the size of the largest cache that Linux reports; 32 MiB where it reports none."""
-    sizes_kib = [32 * 2**10]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        if text.endswith("K") and text[:-1].isdecimal():
-            sizes_kib.append(int(text[:-1]))
-    return max(sizes_kib) * 2**10
 
 
 @contextlib.contextmanager

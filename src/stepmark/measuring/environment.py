@@ -56,6 +56,7 @@ def local_device(device: torch.device, rank: int) -> DeviceInfo:
             index=device.index or 0,
             name=host.cpu_name(Path("/proc/cpuinfo")),
             memory_bytes=host.memory_bytes(),
+            l2_bytes=host.cache_bytes(),
             host=platform.node(),
             pid=os.getpid(),
         )

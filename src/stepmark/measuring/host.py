@@ -109,6 +109,16 @@ def memory_bytes() -> int:
     return total if limit is None else min(total, limit)
 
 
+def cache_bytes() -> int:
+    """Return the size of the largest cache that Linux reports; 32 MiB where it reports none."""
+    sizes_kib = [32 * 2**10]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text.endswith("K") and text[:-1].isdecimal():
+            sizes_kib.append(int(text[:-1]))
+    return max(sizes_kib) * 2**10
+
+
 def cgroup_limit(membership: Path, mount: Path) -> int | None:
     """Return the smallest memory.max from our cgroup (v2) to the root; None if unlimited."""
     lines = read_fact(membership).splitlines()

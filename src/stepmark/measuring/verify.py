@@ -158,8 +158,8 @@ def _rms_err(out: Tensor, ref64: Tensor, error: Tensor, least: Tensor) -> float:
 
 def finite(out: Tensor, tolerance: Tolerance) -> Check:
     """Count elements that are not finite as wrong; compare no value."""
-    flat = out.detach().flatten().split(_CHUNK)
-    wrong = sum(int((~part.isfinite()).sum()) for part in flat)
+    parts = out.detach().flatten().split(_CHUNK)
+    wrong = sum(int((~part.isfinite()).sum()) for part in parts)
     return Check(
         max_rel_err=math.inf if wrong else 0.0,
         tolerance=tolerance.max_rel_err,
@@ -185,6 +185,7 @@ def merge(checks: Iterable[Check]) -> Check:
         reference=parts[0].reference,
         rms_err=rms_err,
         rms_tolerance=rms_tolerance,
+        remarks=tuple(dict.fromkeys(remark for part in parts for remark in part.remarks)),
     )
 
 

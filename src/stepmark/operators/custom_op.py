@@ -15,11 +15,13 @@ class CustomOp:
     set; the sets together exceed the cache. device and dtype are torch's.
 
     call(*operands) is timed, again and again on the same operands, on torch's current stream.
-    It returns a tensor or several: new ones, or operands that it wrote into.
-    reference(*operands) returns the same in higher precision, from floating-point operands in
-    fp64. flops are those of matrix products in one call, bytes_moved what it must read and
-    write. tolerance is the largest relative error that is right; by default four roundings to
-    dtype, and a sum as long as the longest dimension, limit it and the root mean square.
+    It returns a tensor or several: new ones, or operands that it wrote into. Its result
+    depends on the operands alone, and it changes no other operand: after the samples it is
+    checked with other values in the same storage. reference(*operands) returns the same by
+    other means in higher precision, from floating-point operands in fp64. flops are those of
+    matrix products in one call, bytes_moved what it must read and write. tolerance is the
+    largest relative error that is right; by default four roundings to dtype, and a sum as long
+    as the longest dimension, limit it and the root mean square.
     """
 
     call: Callable[..., object]

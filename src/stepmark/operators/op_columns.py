@@ -81,12 +81,17 @@ class OpFigures(Figures):
         return max((value for value in values if value is not None), default=None)
 
     @property
+    def remarks(self) -> str:
+        """Return what checks say of a user's operator besides its errors."""
+        return _joined(remark for check in self._checks for remark in check.remarks)
+
+    @property
     def rate(self) -> str:
         soak_s = min(record.samples.soak_s for record in self.records)
         rate = self.record.operator.rate
         if rate is Rate.SUSTAINED and soak_s < SOAK_S:
             # Not called sustained: the device may be cooler than a long job would have it.
-            return f"short soak {soak_s:.1f} s"
+            return f"short soak {soak_s:.1f} s" if soak_s >= 0.05 else "soak below 0.1 s"
         return rate.value
 
     @property
@@ -148,13 +153,18 @@ class OpFigures(Figures):
 
     @property
     def pct_ceiling(self) -> float | None:
-        """Return the share of the measured ceiling; None where this case is the ceiling."""
+        """Return the share of the measured ceiling.
+
+        None where this case is the ceiling, or is bound by memory and fits in caches.
+        """
         case = self.record.operator
         is_memory = self.bound == "memory"
         key = case.device if is_memory else (case.device, case.op.dtype)
         if self.ceilings.cases.get(key) == case.case_id:
             return None
         if is_memory:
+            if self._fits_caches(DEFEATED_CACHES):
+                return None
             return percent(self.bytes_per_s, self._best_bytes)
         return percent(self.flops_per_s, self._best_flops)
 
@@ -175,8 +185,9 @@ class OpFigures(Figures):
         if limit:
             verdicts.append(self.executed_flops_per_s > limit * LIMIT_SLACK)
         if (hbm := device.hbm_bytes_per_s) and self._fits_caches(CACHES) is not None:
-            above = self.bytes_per_s > hbm * LIMIT_SLACK
-            verdicts.append(above and not self._fits_caches(CACHES))
+            verdicts.append(
+                self.bytes_per_s > hbm * LIMIT_SLACK and not self._fits_caches(CACHES)
+            )
         return any(verdicts) if verdicts else None
 
     def _fits_caches(self, number: float) -> bool | None:
@@ -185,11 +196,12 @@ class OpFigures(Figures):
         Caches serve indices from a Zipf distribution, whatever the size of the table.
         """
         op = self.record.operator.op
-        cache_bytes = self.device.last_level_cache_bytes if self.device else None
+        by_rank = (device.l2_bytes for device in self.run.environment.devices)
+        sheet = self.device
+        cache_bytes = sheet.last_level_cache_bytes if sheet else next(by_rank, None)
         if not cache_bytes or (isinstance(op, EmbeddingBag) and op.alpha > 0):
             return None
-        touched = min(op.memory_bytes, op.bytes_moved) * self.num_sets
-        return touched <= number * cache_bytes
+        return min(op.memory_bytes, op.bytes_moved) * self.num_sets <= number * cache_bytes
 
     @property
     def num_sets(self) -> int:
@@ -210,7 +222,6 @@ class OpFigures(Figures):
     @property
     def validity(self) -> str | None:
         needs_no_sets = self.record.samples.method.startswith(("event-flush", "event-hot"))
-        dtypes = dict.fromkeys(c.result_dtype for c in self._checks if c.result_dtype)
         reasons = validity(
             [record.telemetry for record in self.records],
             self.spread_pct,
@@ -218,10 +229,10 @@ class OpFigures(Figures):
             records=self.records,
             above_limit=self.over_limit,
             pct_ceiling=self.pct_ceiling if self.rank is None else None,
-            in_cache=bool(self._fits_caches(DEFEATED_CACHES)) and not needs_no_sets,
+            in_cache=bool(self.device and self._fits_caches(DEFEATED_CACHES))
+            and not needs_no_sets,
         )
-        of_types = (f"result is {dtype}" for dtype in dtypes)
-        return ", ".join(filter(None, (reasons, *of_types))) or None
+        return ", ".join(filter(None, (reasons, self.remarks))) or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,6 +396,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("tolerance", figure(lambda f: f.error("tolerance")), ERROR),
     Column("rms_err", figure(lambda f: f.error("rms_err")), ERROR),
     Column("rms_tolerance", figure(lambda f: f.error("rms_tolerance")), ERROR),
+    Column("check_remarks", figure(lambda f: f.remarks or None)),
     Column("num_wrong", figure(lambda f: f.num_wrong), COUNT, "#wrong", PAGE),
     Column("clock_mhz", figure(lambda f: f.clock_mhz), NUMBER, "MHz", PAGE),
     Column("power_w", figure(lambda f: f.state("power_w")), NUMBER, "W", PAGE),

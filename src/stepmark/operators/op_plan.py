@@ -92,8 +92,9 @@ def layer_cases(options: LayerOptions, machine: Machine) -> list[OpCase]:
     unscaled = dataclasses.replace(options, scale=None)
     planned = cases("copy", [(Label(role="copy"), copy)], unscaled, machine)
     for family, operators in BY_FAMILY.items():
-        placed = [item for shape in layers for item in operators(shape)]
-        planned += cases(family, placed, options, machine)
+        planned += cases(
+            family, itertools.chain.from_iterable(map(operators, layers)), options, machine
+        )
     return planned
 
 

@@ -32,6 +32,7 @@ def print_operators(rows: Sequence[Row], console: "Console") -> None:
             *wrong_lines(rows),
             *missing_launches(rows),
             *step_lines(rows),
+            *ceiling_lines(rows),
             *doubtful_lines(rows),
         ),
         console,
@@ -51,17 +52,28 @@ def wrong_lines(rows: Sequence[Row]) -> Iterator[str]:
     kinds = (("largest", "max_rel_err", "tolerance"), ("rms", "rms_err", "rms_tolerance"))
     for row in unique_cases(rows):
         if row["status"] == "wrong":
-            errors = (
+            errors = [
                 f"{name} error {error:.1e} (limit {limit:.1e})"
+                if error < math.inf
+                else f"{name} error NaN or infinite"
                 for name, column, of_limit in kinds
                 if (error := number(row, column)) is not None
                 and (limit := number(row, of_limit)) is not None
                 and error > limit
-            )
+            ]
+            remarks = text(row, "check_remarks")
             # Parts of a result may have limits of their own, of which a row has the loosest.
             yield f"wrong  {describe(row)}: " + (
-                ", ".join(errors) or "some elements are over the limits of their part"
+                ", ".join(filter(None, (*errors, remarks)))
+                or "some elements are over the limits of their part"
             )
+
+
+def ceiling_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how to learn the limit of the memory that neither a data sheet nor the run has."""
+    unlimited = (row["ceiling"] is None and row["pct_hbm"] is None for row in rows)
+    if any(map(all, zip(unlimited, (row["bound"] == "memory" for row in rows), strict=True))):
+        yield "no data sheet of this machine: compare GB/s with those of stepmark op copy"
 
 
 def doubtful_lines(rows: Sequence[Row]) -> list[str]:
@@ -116,8 +128,7 @@ def _num_missing(rows: Sequence[Row], parts: Sequence[Row]) -> int:
     """Return how many operators of the step have no right measurement."""
 
     def places(own: Sequence[Row]) -> set[tuple[object, ...]]:
-        names = (*_STEP, "role", "pass", "shape")
-        return {tuple(row[name] for name in names) for row in own}
+        return {tuple(row[name] for name in (*_STEP, "role", "pass", "shape")) for row in own}
 
     of_step = tuple(parts[0][name] for name in _STEP)
     planned = [

@@ -158,8 +158,7 @@ def _primus_gemms(launches: OpLaunches) -> list[tuple[object, ...]]:
     trans_b = "T" if op.layout in (Layout.NT, Layout.TT) else "N"
     shape = (op.m, op.n, op.k, trans_a, trans_b, op.dtype.value)
     rates = (time_s, op.flops / time_s / TFLOP, op.bytes_moved / time_s / GB)
-    labels = launches.case.labels or (Label(),)
-    return [(label.model, *shape, *rates) for label in labels]
+    return [(label.model, *shape, *rates) for label in launches.case.labels or (Label(),)]
 
 
 def _primus_attentions(cases: Sequence[OpLaunches]) -> list[tuple[object, ...]]:
@@ -196,8 +195,7 @@ def _csv(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 def _measured(records: Iterable[Record]) -> list[OpLaunches]:
     """Return correct results only: the other tools have no column for wrong ones."""
-    operators = (record for record in records if isinstance(record.case, OpCase))
-    cases = pooled(operators, OpLaunches)
+    cases = pooled((r for r in records if isinstance(r.case, OpCase)), OpLaunches)
     return [case for case in cases if case.measured and not case.num_wrong]
 
 

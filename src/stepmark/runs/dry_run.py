@@ -95,7 +95,8 @@ def _sources(planned: Iterable[tuple[AnyCase, Row]], device: DeviceSpec | None) 
 def _planned(case: AnyCase) -> tuple[AnyCase, str]:
     """Return a case of your own operator with its work, or why that is unknown.
 
-    Its function may need a device; one that does not exist, or lacks an argument, is refused.
+    Its function may need a device; one that does not exist, or refuses its arguments, is
+    refused.
     """
     if not isinstance(case, OpCase) or not isinstance(case.op, Custom):
         return case, ""
@@ -106,7 +107,11 @@ def _planned(case: AnyCase) -> tuple[AnyCase, str]:
         with contextlib.redirect_stdout(sys.stderr):  # what a user's file prints is no row
             return planned(case, case.op), ""
     except ConfigError as error:
-        if error.field == "function":
+        # A tensor without data raises TypeError, too, which names its device.
+        if error.field == "function" or (
+            isinstance(error.__cause__, TypeError | ValueError)
+            and "meta" not in str(error.__cause__)
+        ):
             raise
         return case, f"at least is unknown without a device: {error}"
 
@@ -115,8 +120,9 @@ def _rows(
     case: AnyCase, device: DeviceSpec | None, steps: Sequence[op_table.Step]
 ) -> list[Row]:
     if isinstance(case, OpCase):
-        labels = case.labels or (Label(),)
-        rows = [_operator_row(case, label, device, steps) for label in labels]
+        rows = [
+            _operator_row(case, label, device, steps) for label in case.labels or (Label(),)
+        ]
     elif isinstance(case, ReplayCase):
         rows = [{"workload": case.file, "ranks": case.num_ranks, "compute": str(case.compute)}]
     elif isinstance(case, CommCase):
@@ -146,20 +152,22 @@ def _operator_row(
         "flops": op.flops if is_known else None,
         "bytes_moved": op.bytes_moved if is_known else None,
         **_predicted(case, device),
+        "bound": limit_of(op, device.peak(case.dtype), device.hbm_bytes_per_s)
+        if device and is_known
+        else None,
         "least_s": op_table.least_s(op, device) if is_known else None,
         **op_table.in_place(op, label, steps),
     }
 
 
 def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
-    """Return the predicted time of an operator, its rate, and what bounds it."""
+    """Return the predicted time of an operator, and its rate."""
     cost = op_table.predicted(case.op, case.backend, device)
     if device is None or cost is None:
-        return dict.fromkeys(("predicted_s", "predicted_tflops", "bound"))
+        return dict.fromkeys(("predicted_s", "predicted_tflops"))
     return {
         "predicted_s": cost.total_s,
         "predicted_tflops": case.op.flops / cost.total_s / TFLOP,
-        "bound": limit_of(case.op, device.peak(case.dtype), device.hbm_bytes_per_s),
     }
 
 

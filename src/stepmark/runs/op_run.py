@@ -26,8 +26,7 @@ def show(path: Path, values: Mapping[str, Any], code: int) -> int:
     options = build(options_class(values.get("family")), values)
     run = view(path)
     if options.style:
-        text = styles.as_text(styles.STYLES[options.style](run.records, run.run))
-        sys.stdout.write(text)
+        sys.stdout.write(styles.as_text(styles.STYLES[options.style](run.records, run.run)))
     delivery.write_rows(run.rows, options)
     if not (options.style or options.to_stdout):
         show_rows(run)

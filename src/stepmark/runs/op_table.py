@@ -31,6 +31,7 @@ from stepmark.ground.units import format_time
 from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
 from stepmark.model.ops import (
+    CUSTOM,
     FAMILY_OF,
     Copy,
     Custom,
@@ -47,7 +48,17 @@ from stepmark.operators.op_plan import capabilities, model_shapes
 from stepmark.predictions.costs import SheetCosts
 from stepmark.step.roofline import roofline_time
 from stepmark.step.workload import ComputeOp, Kernel
-from stepmark.tables.columns import BYTES, COUNT, FLOPS, SECONDS, SHARE, Column, Row, text
+from stepmark.tables.columns import (
+    BYTES,
+    COUNT,
+    FLOPS,
+    SECONDS,
+    SHARE,
+    Column,
+    Row,
+    number,
+    text,
+)
 from stepmark.tables.row_tables import fitting
 from stepmark.tables.table import Table
 from stepmark.timeline.step_cost import OpCost
@@ -59,6 +70,7 @@ _SHARE_TEXT = (
     "Of time: of the step's predicted time, each operator by its fastest backend, without the "
     "communication, gradient clipping, casts and idle time that stepmark predict has."
 )
+_FAR = 1.3  # from the fastest backend to one that its row's time does not stand for
 _UNPREDICTED = (Copy, Custom, EmbeddingBag, HostCopy, Mlp)  # prediction has no law of these
 _PASSES = {"optim": ""}  # an optimizer's role says it
 
@@ -176,7 +188,10 @@ def lines(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> Itera
     if any(step.time_s is not None for step in steps):
         yield ""
         yield from textwrap.wrap(_SHARE_TEXT, _WIDTH)
-    if notes := _backend_text([case for case, _ in planned]):
+    if (
+        notes
+        := f"{_backend_text([case for case, _ in planned])} {_fastest_text(planned)}".strip()
+    ):
         yield ""
         yield from textwrap.wrap(notes, _WIDTH)
 
@@ -233,7 +248,15 @@ def _costs_of(work: Mapping[Op | Kernel, int], step: Step) -> Row:
 def _merged(planned: Sequence[tuple[OpCase, Row]], steps: Sequence[Step]) -> list[Row]:
     """Return a row per operator, for all its places and backends; the fastest is predicted."""
     merged = []
-    for same in group_by(planned, lambda item: (item[0].op, item[0].rate)).values():
+    # A function of yours is an operator of its own, and no backend.
+    for same in group_by(
+        planned,
+        lambda item: (
+            item[0].op,
+            item[0].rate,
+            isinstance(item[0].op, Custom) and item[0].backend,
+        ),
+    ).values():
         op = same[0][0].op
         rows = [row for _, row in same]
         times = [time_s for row in rows if isinstance(time_s := row["predicted_s"], float)]
@@ -276,8 +299,7 @@ def _other_rows(planned: Sequence[tuple[OpCase, Row]], step: Step) -> Iterator[R
 
 def in_place(op: Op, label: Label, steps: Sequence[Step]) -> Row:
     """Return how often a step has the operator at this place, and its share there."""
-    own = _steps_at([(label.model, label.mbs)], steps)
-    return _in_steps(op, own, label.per_step or 0)
+    return _in_steps(op, _steps_at([(label.model, label.mbs)], steps), label.per_step or 0)
 
 
 def _in_steps(op: Op, steps: Iterable[Step], calls: int | None = None) -> Row:
@@ -306,13 +328,20 @@ def _columns(rows: Sequence[Row], steps: Sequence[Step]) -> list[Column[Any]]:
 
 def _shape(row: Row) -> str:
     """Return the shape; equal sizes of an attention's heads are one, for 80 columns."""
-    return re.sub(r"\bd(\d+)/\1\b", r"d\1", text(row, "shape"))
+    unknown = " (unknown without a device)" if row["flops"] is None else ""
+    return re.sub(r"\bd(\d+)/\1\b", r"d\1", text(row, "shape")) + unknown
 
 
 def _operator(rows: Iterable[Row]) -> str:
     """Return the places of an operator, e.g. "gate, up fwd", or the first and how many more."""
     places = dict.fromkeys(
-        (str(row["role"] or row["family"]), str(row["pass"])) for row in rows
+        (
+            f"{row['role']}:{row['backend']}"
+            if row["family"] == CUSTOM
+            else str(row["role"] or row["family"]),
+            str(row["pass"]),
+        )
+        for row in rows
     )
     by_pass = group_by(places, lambda place: place[1])
     text = ", ".join(
@@ -356,3 +385,14 @@ def _backend_text(cases: Sequence[OpCase]) -> str:
         return ""
     texts = (f"{', '.join(names)} by {', '.join(own)}" for own, names in families.items())
     return f"Backends: {'; '.join(texts)}."
+
+
+def _fastest_text(planned: Sequence[tuple[OpCase, Row]]) -> str:
+    """Return by which backend operators are predicted, where another one takes far longer."""
+    families: dict[str, dict[str, None]] = {}
+    for same in group_by(planned, lambda item: item[0].op).values():
+        times = sorted((number(row, "predicted_s") or 0.0, c.backend) for c, row in same)
+        if times[-1][0] > _FAR * times[0][0] > 0:
+            families.setdefault(times[0][1], {})[same[0][0].family] = None
+    where = "; ".join(f"{', '.join(own)} by {name}" for name, own in families.items())
+    return f"Predicted: {where}; another takes over {_FAR:g} times as long." if where else ""

@@ -96,7 +96,7 @@ def _columns_for(
     """
     if not console.is_terminal or _fits(table, columns, console.width):
         return columns
-    same = _same(table, columns)
+    same = constant_columns(table, [c for c in columns if not c.unit.is_numeric])
     left = fitting(table, console.width, [c for c in columns if c not in same])
     if same:
         facts = ", ".join(f"{column.title} {column.shown(table.rows()[0])}" for column in same)
@@ -105,11 +105,6 @@ def _columns_for(
         note = f"too wide for {console.width} columns: {', '.join(hidden)}"
         print_lines([f"{note}; --csv FILE has them"], console)
     return left
-
-
-def _same(table: Table, columns: Sequence[Column[Any]]) -> list[Column[Any]]:
-    """Return the columns of words that have the same word in each of several rows."""
-    return constant_columns(table, [column for column in columns if not column.unit.is_numeric])
 
 
 def constant_columns(table: Table, columns: Sequence[Column[Any]]) -> list[Column[Any]]:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import inspect
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -90,16 +91,19 @@ def find_function(
         own = [
             key
             for key, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", "") == _MODULE
+            if callable(value)
+            and getattr(value, "__module__", "") == _MODULE
+            and not key.startswith("_")
         ]
-        examples = f", e.g. {', '.join(own[-5:])}" if own else ""
+        examples = f", e.g. {', '.join(own[-8:])}" if own else ""
         raise ConfigError("function", name, f"a function of {path.name}{examples}")
     try:
         inspect.signature(value).bind(*range(arguments), **dict.fromkeys(keywords))
     except TypeError:
         count = plural(arguments, "argument") if arguments else "no argument"
         named = f", and by name with {', '.join(keywords)}" if keywords else ""
-        allowed = f"a function that is called with {count}{named}"
+        names = ", ".join(inspect.signature(value).parameters) or "none"
+        allowed = f"a function that is called with {count}{named}; its own are {names}"
         raise ConfigError("function", name, allowed) from None
     function: Callable[..., Any] = value
     return function
@@ -132,10 +136,9 @@ def _text_of(error: BaseException, hints: Mapping[str, str]) -> str:
     """Return the kind and the beginning of an error's message, with a hint on its cause."""
     kind = type(error).__name__
     message = " ".join(str(error).split())
-    text = f"{kind}: {message[:_MAX_MESSAGE]}" if message else kind
+    shortened = textwrap.shorten(message, _MAX_MESSAGE, placeholder=" ...")
+    text = f"{kind}: {shortened}" if message else kind
     files = " ".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
-    fitting = (
-        hint for part, hint in hints.items() if part in f"{kind} {message} {files}".lower()
-    )
-    hint = next(fitting, "")
+    where = f"{kind} {message} {files}".lower()
+    hint = next((hint for part, hint in hints.items() if part in where), "")
     return f"{text} ({hint})" if hint else text

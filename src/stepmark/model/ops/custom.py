@@ -29,14 +29,16 @@ class Custom(Operator):
     """Your own function of a Python file, which returns a stepmark.CustomOp.
 
     digest: of the file, so that an edited kernel is another operator. arguments: of the
-    function, as NAME=VALUE with a space between two. flops, bytes_moved and memory_bytes (of
-    its operands) are what the function returns on a rank, and 0 before.
+    function, as NAME=VALUE with a space between two. defaults: of the other arguments, alike.
+    flops, bytes_moved and memory_bytes (of its operands) are what the function returns on a
+    rank, and 0 before, as defaults are "".
     """
 
     file: str = _fact("")
     digest: str
     arguments: str = ""
     dtype: DType = choice("element type", default=DType.BF16, allowed=CUSTOM_DTYPES)
+    defaults: str = _fact("")
     flops: int = _fact(0)
     bytes_moved: int = _fact(0)
     memory_bytes: int = _fact(0)

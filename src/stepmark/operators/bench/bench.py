@@ -175,43 +175,71 @@ def _measure(
     started_at = time.time()
     num_sets = _num_sets(case, impl, context)
     first, check, peak_bytes = agreed(context.ranks, lambda: _checked_set(case, impl, context))
-    others = _other_sets(case, impl, context, num_sets - 1)
-    timer, estimate_s = _bind(case, impl, context, [item.run for item in (first, *others)])
     sampler = Sampler(context.device_index)
+    samples = _sampled(
+        case,
+        [first, *_other_sets(case, impl, context, num_sets - 1)],
+        impl,
+        context,
+        effort,
+        load=load,
+        warmups=warmups,
+        sampler=sampler,
+    )
+    # Other operand sets are freed by now. A result that was wrong before needs no other check.
+    last = agreed(
+        context.ranks, lambda: check if check.num_wrong else first.verify_again() or check
+    )
+    by_rank = context.ranks.gather((samples.seconds[0], last, sampler.telemetry()))
+    all_seconds, checks, telemetry = zip(*by_rank, strict=True)
+    return Measured(
+        run_id=context.run_id,
+        case=case,
+        samples=replace(samples, seconds=all_seconds),
+        checks=checks,
+        telemetry=telemetry,
+        backend_run=first.backend_run,
+        peak_memory_bytes=peak_bytes,
+        started_at=started_at,
+    )
+
+
+def _sampled(
+    case: OpCase,
+    calls: Sequence[Call],
+    impl: Impl,
+    context: MeasureContext,
+    effort: Effort,
+    *,
+    load: Load,
+    warmups: int | None,
+    sampler: Sampler,
+) -> Samples:
+    """Return this rank's samples of calls on all operand sets."""
+    timer, estimate_s = _bind(case, impl, context, [call.run for call in calls])
     loaded_s = context.ranks.decide(load.seconds)
     begin = time.monotonic()
     is_full = case.rate is Rate.SUSTAINED
     soak_s = 0.0
     with no_collection():
         if warmups is not None:
-            calls = [first] if case.clock is ClockName.HOT else [first, *others]
-            soak_s = agreed(context.ranks, lambda: _warm_up(case, calls, warmups))
+            warm = calls[:1] if case.clock is ClockName.HOT else calls
+            soak_s = agreed(context.ranks, lambda: _warm_up(case, warm, warmups))
         elif is_full:
             own_s = min(effort.soak_s, max(_OWN_SOAK_S, effort.soak_s - loaded_s))
             soak_s = loaded_s + agreed(context.ranks, lambda: _soak(timer, estimate_s, own_s))
         with sampler:
             seconds, batches = _collect(case, context, timer, estimate_s, effort)
     load.ended(begin, loaded_s, is_full=is_full)
-    by_rank = context.ranks.gather((seconds, check, sampler.telemetry()))
-    all_seconds, checks, telemetry = zip(*by_rank, strict=True)
-    return Measured(
-        run_id=context.run_id,
-        case=case,
-        samples=Samples(
-            seconds=tuple(map(tuple, all_seconds)),
-            method=timer.method,
-            calls_per_sample=timer.calls_per_sample,
-            num_sets=num_sets,
-            soak_s=soak_s,
-            warmup_calls=warmups or 0,
-            wall_s=time.monotonic() - begin,
-            batches=batches,
-        ),
-        checks=checks,
-        telemetry=telemetry,
-        backend_run=first.backend_run,
-        peak_memory_bytes=peak_bytes,
-        started_at=started_at,
+    return Samples(
+        seconds=(tuple(seconds),),
+        method=timer.method,
+        calls_per_sample=timer.calls_per_sample,
+        num_sets=len(calls),
+        soak_s=soak_s,
+        warmup_calls=warmups or 0,
+        wall_s=time.monotonic() - begin,
+        batches=batches,
     )
 
 
@@ -336,8 +364,7 @@ def _collect(
 
     Returns the samples, and how many each batch has. A fixed number of samples is kept exactly.
     """
-    length = min(_BATCH_S[case.rate], effort.sample_s / 4)
-    count = _batch(timer, estimate_s, length)
+    count = _batch(timer, estimate_s, min(_BATCH_S[case.rate], effort.sample_s / 4))
     resume_at = 0.0
     seconds: list[float] = []
     batches: list[list[float]] = []  # slowest rank per sample

@@ -21,11 +21,14 @@ class Call:
 
     `run` is the timed region and nothing else: no synchronization, no allocation that the
     operator's API lets us avoid. `verify` poisons the result, runs once and compares with a
-    reference of higher precision. `backend_run` names the implementation that ran.
+    reference of higher precision; `verify_again` does after the samples, where a call may not
+    be what it was: its check stands for both (None: the first stands). `backend_run` names
+    the implementation that ran.
     """
 
     run: Callable[[], object]
     verify: Callable[[], Check]
+    verify_again: Callable[[], Check | None] = lambda: None
     backend_run: str
 
 

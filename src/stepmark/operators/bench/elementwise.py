@@ -177,8 +177,7 @@ _ACTIVATIONS: dict[str, Function] = {
 
 def make_activation(op: Activation, device: torch.device, *, is_compiled: bool = False) -> Call:
     function = _ACTIVATIONS[op.kind]
-    planes = 2 if op.is_gated else 1
-    x = normal(op.tokens, planes * op.width, dtype=op.dtype, device=device)
+    x = normal(op.tokens, op.width * (2 if op.is_gated else 1), dtype=op.dtype, device=device)
     if op.kind == "clamped_swiglu":
         x *= 4  # some values are beyond the clamp
     return rows_call(op, function, (x,), (), is_compiled=is_compiled)
@@ -251,8 +250,7 @@ def make_copy(op: Copy, device: torch.device) -> Call:
 def make_host_copy(op: HostCopy, device: torch.device) -> Call:
     on_device = normal(op.num_bytes // 4, dtype=op.dtype, device=device)
     on_host = on_device.to("cpu").pin_memory()
-    to_device = op.direction == "h2d"
-    out, source = (on_device, on_host) if to_device else (on_host, on_device)
+    out, source = (on_device, on_host) if op.direction == "h2d" else (on_host, on_device)
 
     def verify() -> Check:
         expected = on_device.clone()
@@ -314,13 +312,13 @@ def make_cross_entropy(
             graph_loss, logits_TV, scale.to(graph_loss.dtype), retain_graph=True
         )
 
+    run, check = (backward, _check_grad) if is_bwd else (forward, _check_loss)
+
     def verify() -> Check:
-        (result,) = poisoned_result(backward if is_bwd else forward)
-        check = _check_grad if is_bwd else _check_loss
+        (result,) = poisoned_result(run)
         return check(op, logits_TV.detach(), targets_T, result)
 
     name = "torch.compile" if is_compiled else "torch eager"
-    run = backward if is_bwd else forward
     return Call(run=run, verify=verify, backend_run=f"{name}, {op.chunks} chunks")
 
 

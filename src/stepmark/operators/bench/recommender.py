@@ -251,8 +251,7 @@ class _Bags:
         self.ring = [self.table.draw(op.batch * op.pooling) for _ in range(RING)]
         self.offsets_B = torch.arange(op.batch, device=device) * op.pooling
         self.dy_BD = normal(op.batch, op.dim, dtype=op.dtype, device=device)
-        is_bwd = op.phase is Phase.BWD
-        self.outputs = [self._bag(indices) for indices in self.ring] if is_bwd else []
+        self.outputs = [*map(self._bag, self.ring)] if op.phase is Phase.BWD else []
 
     def _bag(self, indices: Tensor) -> Tensor:
         weight = self.table.weight_RD
