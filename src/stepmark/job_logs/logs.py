@@ -408,13 +408,17 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
         allowed = "a file with a table of results; none of its lines is a row that can be read"
         raise ConfigError("file", next(iter(files)), allowed)
     nics = parse_nics(options.nics) if options.nics else None
-    judgements = tuple(judge(table, nics=nics) for table in found)
+    findings = [tuple(validate(table)) for table in found]
+    judgements = tuple(
+        judge(table, nics=nics, findings=checked)
+        for table, checked in zip(found, findings, strict=True)
+    )
     return LogReport(
         options=options,
         sources=tuple(sources),
         tables=tuple(
-            (table, (*validate(table), *(f for each in judged for f in each.findings)))
-            for table, judged in zip(found, judgements, strict=True)
+            (table, (*checked, *(f for each in judged for f in each.findings)))
+            for table, checked, judged in zip(found, findings, judgements, strict=True)
         ),
         judgements=judgements,
         stops=as_ended(stops) if options.ended else tuple(stops),
