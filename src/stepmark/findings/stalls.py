@@ -48,6 +48,7 @@ class Cause:
     groups: frozenset[str] = frozenset()  # labels
     text: str
     evidence: tuple[Evidence, ...]
+    count: int = 0  # lines that show it; 0: those of evidence
     severity: Severity = Severity.PROBLEM
     is_over: bool = False  # a call waits longer than its time-out
     action: str = ""  # "": that of the rule
@@ -63,7 +64,7 @@ class Cause:
             severity=self.severity,
             text=text,
             evidence=self.evidence,
-            count=len(self.evidence) or 1,
+            count=self.count or len(self.evidence) or 1,
             action=self.action or _ACTIONS[self.rule].format(who=who),
             ranks=ranks,
             consequences=(self._consequence(),) if self.wait else (),
@@ -315,6 +316,8 @@ def _cause(
         groups=frozenset(call.group for call in calls),
         text=text,
         evidence=tuple(dict.fromkeys(lines)),
+        count=len(waiting)
+        + len([line for call in calls for line in call.absent.values() if line]),
         is_over=is_over,
     )
 

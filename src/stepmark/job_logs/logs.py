@@ -43,7 +43,12 @@ _MAX_FINDINGS = 200
 _MAX_EVIDENCE = 3
 _MAX_CONSEQUENCES = 8
 # Links of a chain that show a failure, instead of leading to it.
-_LABELS = {"raised-at": "at:", "first-failure": "seen:"}
+_LABELS = {
+    "raised-at": "at:",
+    "first-failure": "seen:",
+    "gpu-xid": "seen:",
+    "gpu-work-ended": "seen:",
+}
 _MAX_CHARACTERS = 200
 
 

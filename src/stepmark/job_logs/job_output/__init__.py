@@ -29,6 +29,7 @@ from stepmark.job_logs.failures import (
     LAUNCHER,
     PEER_CLOSED,
     SERVICE_THREAD,
+    XIDS,
     classify,
 )
 from stepmark.job_logs.failures import (
@@ -75,6 +76,7 @@ REMARKS: dict[str, tuple[str, Severity, str]] = {
         "A line looks like a failure, and more steps are printed after it: the job went on, or "
         "the lines are not in the order of their times.",
     ),
+    **{rule: (rule.removeprefix("failure-"), Severity.WARNING, "") for rule in XIDS},
     UNKNOWN_ORDER: (
         UNKNOWN_ORDER,
         Severity.NOTE,
@@ -136,6 +138,7 @@ _DAY_S = 86_400
 _MONTH_DAYS = 31
 _FIRST_DATE_S = (_MONTH_DAYS + 1) * _DAY_S
 
+_OF_HOST = re.compile(r"srun: error: \S+: tasks? ")
 _FRAME = re.compile(r'^[\s|]*File "([^"]{1,400})", line (\d{1,7})(?:, in (.{1,120}))?')
 _RAISED = re.compile(
     r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
@@ -519,7 +522,12 @@ class OutputReader:
         self._last_lines[key] = evidence.line
         known = self.failures.get(key)
         if known is not None:
-            self.failures[key] = replace(known, lines=known.lines + 1)
+            # Of several lines the one that names the host is shown.
+            is_better = bool(_OF_HOST.search(evidence.text)) > bool(
+                _OF_HOST.search(known.evidence.text)
+            )
+            shown = evidence if is_better else known.evidence
+            self.failures[key] = replace(known, lines=known.lines + 1, evidence=shown)
         elif len(self.failures) < _MAX_FAILURES:
             self.failures[key] = Failure(
                 rule=rule,
@@ -652,4 +660,5 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
                 return True
     reader.leave_file()
     is_job = bool(reader.endings or reader.num_trainings) and not has_tables
-    return bool(reader.has_failed or reader.stopped or reader.after_ends) or is_job
+    has_xid = any(rule in XIDS for rule, *_ in reader.failures)
+    return bool(reader.has_failed or reader.stopped or reader.after_ends) or is_job or has_xid

@@ -16,6 +16,7 @@ from stepmark.findings.log_facts import (
     Interface,
     LogFacts,
     NicPath,
+    NicUse,
     Occurrences,
     Plugin,
     Transport,
@@ -438,16 +439,24 @@ def one_channel(facts: LogFacts) -> Iterator[Finding]:
 def one_adapter(facts: LogFacts) -> Iterator[Finding]:
     """Report a host whose only rank sends all through one of several adapters."""
     listed = listed_adapters(facts)
+    same: dict[tuple[int, int], list[NicUse]] = {}
     for host, uses in group_by(facts.nics, lambda use: use.host).items():
         devices = {use.device for use in uses}
-        ranks = {use.rank for use in uses}
-        if len(devices) == len(ranks) == 1 and listed[host] > 1:
-            text = (
-                f"On {host} all connections of rank {ranks.pop()} use network device "
-                f"{devices.pop()} of {listed[host]}: their rate is that of one adapter."
-            )
-            lines = [use.evidence for use in uses]
-            yield finding_of("one-adapter", Severity.NOTE, text, lines)
+        if len(devices) == len({use.rank for use in uses}) == 1 and listed[host] > 1:
+            same.setdefault((devices.pop(), listed[host]), []).extend(uses)
+    for (device, count), uses in same.items():
+        text = (
+            f"On {_hosts(uses)} all connections of {ranks_text(use.rank for use in uses)} use "
+            f"network device {device} of {count}: their rate is that of one adapter."
+        )
+        lines = [use.evidence for use in uses]
+        yield finding_of("one-adapter", Severity.NOTE, text, lines)
+
+
+def _hosts(uses: Iterable[NicUse]) -> str:
+    """Return the hosts of findings that are the same on each, e.g. "2 hosts (a, b)"."""
+    hosts = list(dict.fromkeys(use.host for use in uses))
+    return hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts ({comma_list(hosts)})"
 
 
 def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
@@ -456,6 +465,7 @@ def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
     # With PXN a line names the adapter of another rank's GPU.
     relayed = {way.communicator for way in facts.transports if way.pxn}
     uses = group_by(facts.nics, lambda use: (use.communicator, use.host))
+    same: dict[tuple[int, str, int], list[NicUse]] = {}
     for comm in facts.communicators:
         num_local = Counter(member.host for member in comm.members)
         for host, count in num_local.items() if comm.key not in relayed else ():
@@ -467,9 +477,13 @@ def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
             # A device beyond the list: two ports of an adapter are one name.
             is_known = bool(own) and devices <= adapters
             if is_known and idle and not is_shared and count >= len(adapters):
-                text = (
-                    f"On {host} {len(idle)} of {listed[host]} network adapters "
-                    f"({comma_list(idle)}) carry nothing in the connections of {count} ranks."
-                )
-                lines = [use.evidence for use in own]
-                yield finding_of("idle-adapters", Severity.WARNING, text, lines)
+                same.setdefault((listed[host], comma_list(idle), count), []).extend(own)
+    for (num_listed, idle_text, count), own in same.items():
+        each = " on each" if len({use.host for use in own}) > 1 else ""
+        num_idle = num_listed - len({use.device for use in own})
+        text = (
+            f"On {_hosts(own)} {num_idle} of {num_listed} network adapters ({idle_text}) carry "
+            f"nothing in the connections of {count} ranks{each}."
+        )
+        lines = [use.evidence for use in own]
+        yield finding_of("idle-adapters", Severity.WARNING, text, lines)
