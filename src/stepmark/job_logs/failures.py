@@ -140,8 +140,8 @@ FAILURES: tuple[FailureRule, ...] = (
         "gpu-work-ended",
         _REMARK,
         r"Xid \([^)]*\): 45\b",
-        "The driver ended the work of a process on a GPU, after a failure of the program or when "
-        "it was killed:",
+        "The driver ended the work of a process on a GPU, after a failure of the program or "
+        "when it was killed:",
         "Look for an earlier failure of that process, and for other Xids in dmesg.",
     ),
     _rule(
