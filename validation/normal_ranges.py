@@ -233,7 +233,10 @@ def ranges_table() -> list[str]:
                 device=find_device(name), num_ranks=ranks, num_hosts=hosts, nic_gbit=gbit
             )
             healthy = reference_ranges.load_healthy()
-            ranges = [reference_ranges.reference_range(healthy, hardware, f) for f in FAMILIES]
+            ranges = [
+                reference_ranges.reference_range(healthy, hardware, family, "")
+                for family in FAMILIES
+            ]
             if not any(each.link and each.share for each in ranges):
                 continue
             cells = [

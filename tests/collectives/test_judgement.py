@@ -77,8 +77,8 @@ def num_tables(judgement: Judgement) -> int:
 
 def test_public_tables_are_called_what_their_sources_call_them() -> None:
     """A table is judged by the others, or by those of other sources."""
-    assert counts("yes", "table") == {"normal": 78, BELOW: 2, "unknown": 15, "not normal": 1}
-    assert counts("yes", "source") == {"normal": 75, BELOW: 2, "unknown": 18, "not normal": 1}
+    assert counts("yes", "table") == {"normal": 79, BELOW: 2, "unknown": 14, "not normal": 1}
+    assert counts("yes", "source") == {"normal": 76, BELOW: 2, "unknown": 17, "not normal": 1}
     assert counts("no", "table") == {"not normal": 8, "unknown": 2}
     assert counts("own", "source") == {"normal": 41, "unknown": 3}
 
@@ -136,8 +136,8 @@ def named(name: str, nics: tuple[int, float] | None = None) -> Judgement:
         ("gcp-a3-cold", "floor", "every size up to 1 GiB takes 4.654 ms and more"),
         ("rtx5090-tcp", "floor", "every size up to 16 MiB takes 4.366 ms and more"),
         ("h200-cetus-bad", "slow-rows", "256 KiB (25.0 x), 8 MiB (10.1 x), 32 MiB (5.8 x)"),
-        ("h100-2x2", "protocol", "128 KiB to 512 KiB: a constant bandwidth"),
-        ("rtx6000d-ar", "protocol", "256 KiB to 1 MiB, 2 MiB to 8 MiB: a constant bandwidth"),
+        ("h100-2x2", "slow-rows", "256 KiB (2.5 x), 512 KiB (3.9 x), 1 MiB (2.0 x)"),
+        ("rtx6000d-ar", "slow-rows", "512 KiB"),
     ],
 )
 def test_each_fault_of_a_curve_has_its_sizes(name: str, rule: str, words: str) -> None:
@@ -164,12 +164,6 @@ def test_one_slow_row_is_named_and_no_verdict() -> None:
     judgement = named("ntest309-8", NDR)
     assert (judgement.value, judgement.findings) == ("normal", ())
     assert "8 MiB (" in judgement.text
-
-
-def test_a_slow_first_use_is_no_verdict() -> None:
-    judgement = named("dgxc-h100-1")
-    assert judgement.value == "normal"
-    assert "longer out-of-place than in-place: 32 B (5.0 x)" in judgement.text
 
 
 def test_small_messages_of_a_slow_path() -> None:
@@ -439,15 +433,18 @@ def test_one_table_is_no_reference_for_small_messages() -> None:
 @pytest.mark.parametrize(
     ("facts", "limit", "value"),
     [
-        ({}, "273.2 us (5 times the 54.65 us of healthy tables)", "not normal"),
-        ({"device": "NVIDIA B200"}, "703.2 us (2 times the most of all", "unknown"),
-        ({"device": "NVIDIA A100-SXM4-80GB"}, "273.2 us (5 times the 54.65 us", "unknown"),
+        ({}, "5 times that of healthy tables (54.65 us)", "not normal"),
+        (
+            {"device": "NVIDIA A100-SXM4-80GB"},
+            "5 times that of healthy tables of other GPUs or NICs (54.65 us)",
+            "unknown",
+        ),
     ],
 )
 def test_a_latency_far_beyond_healthy_ones_is_not_normal(
     facts: dict[str, object], limit: str, value: str
 ) -> None:
-    """One table, none of this GPU, or none of this collective: a limit that is wide."""
+    """One table, or none of this GPU: a limit that is wide."""
     busbw = 2 * 127 / 128 / 380e9
     table = {
         size: 60e-6 + busbw * size for size in (KIB, MIB, 256 * MIB, GIB, 4 * GIB, 8 * GIB)
@@ -455,8 +452,8 @@ def test_a_latency_far_beyond_healthy_ones_is_not_normal(
     [good] = judge(plain_table(table, num_ranks=128, num_hosts=16, **facts), nics=NDR)
     late = {size: time + 1.2e-3 for size, time in table.items()}
     [judgement] = judge(plain_table(late, num_ranks=128, num_hosts=16, **facts), nics=NDR)
-    assert "above the limit" not in good.text
-    assert "The shortest time is 1.26 ms, above the limit of" in judgement.text
+    assert "more than 5 times" not in good.text
+    assert "The shortest time is 1.26 ms, more than" in judgement.text
     assert limit in judgement.text
     assert judgement.value == value
 
@@ -533,10 +530,6 @@ def test_what_a_range_hides_is_told() -> None:
     [judgement] = judge(at_rate(152, 128, 16), nics=NDR)
     assert "or one slow host or link" in judgement.text
     assert "comm p2p-matrix" in judgement.findings[0].action
-    [judgement] = judge(at_rate(425, 128, 16), nics=NDR)
-    assert "the 423.3 GB/s that the NICs can carry by no more than the tolerance of 1%" in (
-        judgement.text
-    )
 
 
 def test_causes_on_one_host_are_not_those_of_a_network() -> None:

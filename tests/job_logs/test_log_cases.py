@@ -65,8 +65,8 @@ def job_text(silent: tuple[int, ...], *more: str) -> str:
 @pytest.mark.parametrize(
     ("silent", "more", "words"),
     [
-        ((5,), (), ("Rank 5 is on n3", "dmesg of n3", "    7 in all")),
-        ((4, 5), (), ("Ranks 4-5 are all ranks of n3", "dmesg of n3")),
+        ((5,), (), ("Rank 5 is on n3", "dmesg of the hosts of rank", "    7 in all")),
+        ((4, 5), (), ("Ranks 4-5 are all ranks of n3", "dmesg of the hosts of rank")),
         ((5,), OUT_OF_MEMORY, ('killed a process: "srun: error: n3: task 2: Out Of Memory"',)),
         (
             (5,),
@@ -83,8 +83,7 @@ def job_text(silent: tuple[int, ...], *more: str) -> str:
             ("NVRM: Xid (PCI:0000:4c:00): 43, pid=1",),
             ("answer     A GPU reports an Xid",),
         ),
-        ((5,), (), ("On 4 hosts (n1, n2, n3, n4) 1 of 2 network adapters (0) carry nothing",)),
-        ((5,), (), ("n4) all connections of ranks 1, 3, 5, 7 use network device 1 of 2:",)),
+        ((5,), (), ("On n1, n2, n3, n4, 1 of 2 network adapters (0) carry nothing",)),
         ((5,), (), ("2.26.2 (2 processes on n2)",)),
     ],
 )
@@ -98,7 +97,7 @@ def test_a_log_of_several_hosts(
     text = "\n".join(report.text())
     for word in words:
         assert word in text
-    assert "NCCL_DEBUG=INFO with" not in text
+    assert "NCCL_DEBUG=INFO" not in text
 
 
 def test_a_kernel_log_with_an_xid_is_read(tmp_path: Path) -> None:

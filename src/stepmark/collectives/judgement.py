@@ -50,7 +50,7 @@ BELOW = "below the healthy range"
 _NORMAL = 0.95  # of the least of healthy tables; those of one hardware differ by less
 _TOLERANCE = 0.85
 _LIMIT_SLACK = 1.01  # as of `above limit` (docs/definitions.md)
-_LATENCY_TOLERANCE = 2.0  # of the most of several tables of this hardware, or of all tables
+_LATENCY_TOLERANCE = 2.0  # of the most of several tables of this hardware
 _WIDE_TOLERANCE = 5.0  # of one table or those of other hardware; of one link they differ 2.6 x
 _FAR = 0.5  # of what other GPUs reach
 _RING = (0.7, 0.9)  # of a link's rate: what a ring reaches, and cannot reach
@@ -118,6 +118,18 @@ class _Fit:
     is_late: bool
     max_latency_s: float  # inf where small messages are not judged
     has_latency: bool  # whether a short time is normal: by several tables of this hardware
+
+    @property
+    def late_text(self) -> str:
+        """Return by how much small messages are late."""
+        if not self.curve.smallest or not self.latency_span:
+            return ""
+        other = "" if self.range.link else " of other GPUs or NICs"
+        return (
+            f"the shortest time is {format_time(self.curve.smallest.time_s)}, more than "
+            f"{self.max_latency_s / self.latency_span[1]:.0f} times that of healthy tables"
+            f"{other} ({_span(self.latency_span, format_time)})"
+        )
 
 
 def wrapped(line: str, indent: int = LEAD) -> list[str]:
@@ -191,9 +203,7 @@ def _fit(
     table: Table, curve: Curve, hardware: Hardware, healthy: Sequence[HealthyCurve]
 ) -> _Fit:
     family = family_of(table.collective, curve.dtype)
-    # A curve is no reference for itself.
-    others = [each for each in healthy if each.fingerprint != curve.fingerprint]
-    each = reference_range(others, hardware, family)
+    each = reference_range(healthy, hardware, family, curve.fingerprint)
     gbit = hardware.nic_gbit or each.nic_gbit
     unit = rate(hardware, family, gbit)
     peak_span = latency_span = None
@@ -214,7 +224,9 @@ def _fit(
         and (curve.is_large or not is_low)
         and (each.share is not None or not is_slow)
     )
-    late_s, is_exact = _latency_limit(table, hardware, each, others)
+    is_exact = bool(latency_span and each.link and latency_span[0] < latency_span[1])
+    tolerance = _LATENCY_TOLERANCE if is_exact else _WIDE_TOLERANCE
+    late_s = tolerance * latency_span[1] if latency_span else inf
     return _Fit(
         curve=curve,
         hardware=hardware,
@@ -229,23 +241,6 @@ def _fit(
         max_latency_s=late_s,
         has_latency=is_exact,
     )
-
-
-def _latency_limit(
-    table: Table, hardware: Hardware, each: Range, healthy: Sequence[HealthyCurve]
-) -> tuple[float, bool]:
-    """Return the longest time of small messages that is not "not normal"; inf is unknown.
-
-    Also whether it is by several tables of this hardware.
-    """
-    low, high = each.latency or (0.0, 0.0)
-    is_exact = has_latency(table) and bool(each.link) and low < high
-    tolerance = _LATENCY_TOLERANCE if is_exact or not high else _WIDE_TOLERANCE
-    if not high and each.family in ("all_reduce", "gather"):
-        same = [one.latency or 0.0 for one in healthy if one.family == each.family]
-        high = max(same, default=0.0)
-    estimate = tuner_latency_s(each.family, hardware) if hardware.num_hosts else 0.0
-    return (tolerance * high * estimate if has_latency(table) else 0.0) or inf, is_exact
 
 
 def _doubt(table: Table, fit: _Fit) -> str:
@@ -281,7 +276,7 @@ def _doubt(table: Table, fit: _Fit) -> str:
             f"the NICs of a host are not stated (--nics 8x400G); with {_nics_text(each)} for "
             f"each GPU others reach {_span(span, _rate)}",
         ),
-        (fit.is_late and not (each.link and fit.latency_span), _late_text(fit)),
+        (fit.is_late and not each.link, fit.late_text),
         (
             fit.is_low and not fit.curve.is_flat,
             f"the table ends at {end}, before the bandwidth is flat; with larger messages "
@@ -300,17 +295,12 @@ def _doubt(table: Table, fit: _Fit) -> str:
     return next((text for is_true, text in reasons if is_true), "")
 
 
-def _most(fit: _Fit) -> Span:
-    """Return the most that links or NICs carry, without and with sums in switches."""
-    low, high = possible_shares(fit.hardware, fit.range.family)
-    return low * (fit.unit or inf), high * (fit.unit or inf)
-
-
 def _excess(fit: _Fit) -> str:
     """Return why a bandwidth is too high to be normal; "" where it is not."""
     peak = fit.curve.peak
-    low, high = _most(fit)
-    best = fit.range.share[1] * (fit.unit or inf) if fit.range.share else inf
+    unit = fit.unit or inf
+    low, high = (share * unit for share in possible_shares(fit.hardware, fit.range.family))
+    best = fit.range.share[1] * unit if fit.range.share else inf
     inputs = f"{'--nics' if fit.hardware.num_hosts > 1 else 'the GPU'}, the number of ranks"
     slack = f"(tolerance: {_LIMIT_SLACK - 1:.0%})"
     reasons = (
@@ -366,25 +356,11 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
         path, action = SLOW_ON_ONE_HOST if is_local else SLOW_ON_A_NETWORK
         yield CurveFault(
             name="latency",
-            text=_late_text(fit),
+            text=fit.late_text,
             cause=f"{path}, CPUs that save power, or load",
             action=f"{action}, and the CPUs' performance governor",
             points=[smallest],
         )
-
-
-def _late_text(fit: _Fit) -> str:
-    """Return by how much small messages are late, and what their limit is made of."""
-    factor = _LATENCY_TOLERANCE if fit.has_latency or not fit.latency_span else _WIDE_TOLERANCE
-    of = "the most of all healthy tables, relative to NCCL's estimate"
-    if fit.latency_span:
-        other = "" if fit.range.link else " of other GPUs or NICs"
-        of = f"the {_span(fit.latency_span, format_time)} of healthy tables{other}"
-    time_s = fit.curve.smallest.time_s if fit.curve.smallest else 0.0
-    return (
-        f"the shortest time is {format_time(time_s)}, above the limit of "
-        f"{format_time(fit.max_latency_s)} ({factor:.0f} times {of})"
-    )
 
 
 def _remarks(table: Table, fit: _Fit) -> list[str]:
@@ -424,11 +400,6 @@ def _remarks(table: Table, fit: _Fit) -> list[str]:
             fit.has_peak and fit.hardware.num_hosts > 1 and peak < _NORMAL * high,
             f"the fastest healthy table is {high / peak - 1:.0%} faster: a slow host or link "
             "may hide in that range (stepmark doctor --nodes compares the hosts)",
-        ),
-        (
-            fit.hardware.num_hosts > 1 and peak > _most(fit)[0],
-            f"{_rate(peak)} is above the {_rate(_most(fit)[0])} that the NICs can carry by no "
-            f"more than the tolerance of {_LIMIT_SLACK - 1:.0%}",
         ),
         (not fit.has_peak, "large messages are not judged: the table ends before 256 MiB"),
         (

@@ -186,13 +186,17 @@ def tuner_latency_s(family: str, hardware: Hardware) -> float:
     return min(ring_us, TREE_US + tree_hops_us(ranks, hosts)) * 1e-6
 
 
-def reference_range(healthy: Sequence[HealthyCurve], hardware: Hardware, family: str) -> Range:
+def reference_range(
+    healthy: Sequence[HealthyCurve], hardware: Hardware, family: str, fingerprint: str
+) -> Range:
     """Return the range of this hardware, of its fastest NICs where they are not stated.
 
-    For want of one that of other GPUs with RDMA, without a `link`; else an empty one.
+    For want of one that of other GPUs with RDMA, without a `link`; else an empty one. The curve
+    that is judged, known by its fingerprint, is no reference for itself.
     """
     link = (hardware.device and hardware.device.link_kind) or ""
     same = [each for each in healthy if (each.hosts, each.family) == (hardware.hosts, family)]
+    same = [each for each in same if each.fingerprint != fingerprint]
     own = [each for each in same if link and each.link == link]
     gbit = hardware.nic_gbit or max((each.nic_gbit for each in own if each.share), default=0.0)
     if own := [each for each in own if each.nic_gbit == gbit]:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import accumulate, pairwise
-from math import exp, log
+from math import exp, inf, log
 from operator import sub
 from statistics import median
 
-from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
+from stepmark.ground.reading import Reading, Table
 from stepmark.ground.units import GB, GIB, MIB, format_bytes, format_time
 from stepmark.model.collectives import Collective, busbw_factor
 
@@ -21,10 +21,10 @@ _MIN_FLAT_BYTES = GIB
 _MAX_FLAT_GAIN = 1.05  # of the last row over the one before
 _SMALL_BYTES = 65536  # up to here a time is latency
 _MIN_RATE = 0.1 * GB  # below, two decimals of GB/s give no time
-_SLOW_PLACEMENT = 3.0
 # Of healthy curves one row of three is up to 4.7 times slower, no second one over 1.5 times.
 _SLOW_ROW = 1.65
 _SLOW_ALONE = 6.0
+_MAX_NEIGHBOURS = 32  # on each side, in interpolations
 _FALL = 1.5
 _FLOOR_S = 1e-3
 _FLOOR_OF_RANK_S = 2e-5  # healthy curves take at most 16 us for each rank
@@ -55,7 +55,6 @@ class Point:
     size_bytes: int
     time_s: float
     busbw: float  # bytes/s
-    placement_ratio: float  # out-of-place / in-place time, 1 where one is missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,21 +148,15 @@ def _points(sizes: Mapping[int, Sequence[Reading]], factor: float) -> Iterator[P
             size_bytes=size,
             time_s=best,
             busbw=factor * size / best or printed,
-            placement_ratio=medians.get(OUT_OF_PLACE, best) / medians.get(IN_PLACE, best),
         )
 
 
 def curve_faults(curve: Curve, num_ranks: int, num_hosts: int) -> list[CurveFault]:
     """Return the faults that the shape shows. num_hosts: 0 is unknown."""
     points = curve.points
-    named = [*_fall(points, num_hosts), *_slow_protocol(points)]
-    lines = {point.line for fault in named for point in fault.points}
-    return [
-        *_floor(points, num_ranks, num_hosts),
-        *named,
-        *_slow_rows(points, lines),
-        *_first_use(points),
-    ]
+    falls = list(_fall(points, num_hosts))
+    named = {point.line for fault in falls for point in fault.points}
+    return [*_floor(points, num_ranks, num_hosts), *falls, *_slow_rows(points, named)]
 
 
 def _floor(points: Sequence[Point], num_ranks: int, num_hosts: int) -> Iterator[CurveFault]:
@@ -216,9 +209,11 @@ def _slow_rows(points: Sequence[Point], named: set[int]) -> Iterator[CurveFault]
         yield CurveFault(
             name="slow-rows" if is_severe else "slow-row",
             text=f"far longer than other sizes suggest: {_ratios_text(slow)}",
-            cause="another job on the hosts or the network, retransmissions, or of a single "
-            "row the first use of a connection",
-            action="repeat with more iterations (-n 100 -w 20)",
+            cause="another job on the hosts or the network, retransmissions, a protocol (LL or "
+            "LL128) that is kept for sizes that are too large for it, or of a single row the "
+            "first use of a connection",
+            action="repeat with more iterations (-n 100 -w 20); if the same rows are slow, "
+            "compare with NCCL_PROTO=^LL and ^LL128, and update NCCL or its plug-in",
             points=[point for point, _ in slow],
             is_severe=is_severe,
         )
@@ -235,16 +230,13 @@ def _ratios_to_least(points: Sequence[Point]) -> list[float]:
     least = [
         min(time, rate + size) for time, rate, size in zip(later, rates, sizes, strict=True)
     ]
-    hull: list[int] = []
-    for place in range(len(points)):
-        while len(hull) > 1 and least[hull[-1]] >= _between(
-            hull[-2], hull[-1], place, sizes, least
-        ):
-            hull.pop()
-        hull.append(place)
-    for first, last in pairwise(hull):
-        for place in range(first + 1, last):
-            least[place] = _between(first, place, last, sizes, least)
+    for this in range(len(points)):
+        chords = (
+            _between(before, this, after, sizes, least)
+            for before in range(max(this - _MAX_NEIGHBOURS, 0), this)
+            for after in range(this + 1, min(this + _MAX_NEIGHBOURS, len(points)))
+        )
+        least[this] = min(least[this], *chords, inf)
     return [exp(time - low) for time, low in zip(times, least, strict=True)]
 
 
@@ -255,38 +247,3 @@ def _between(first: int, this: int, last: int, x: Sequence[float], y: Sequence[f
 
 def _ratios_text(slow: Sequence[tuple[Point, float]]) -> str:
     return ", ".join(f"{format_bytes(p.size_bytes)} ({ratio:.1f} x)" for p, ratio in slow[:6])
-
-
-def _first_use(points: Sequence[Point]) -> Iterator[CurveFault]:
-    """Yield rows that are slow out-of-place alone."""
-    ratios = [(point, point.placement_ratio) for point in points]
-    if slow := [(point, ratio) for point, ratio in ratios if ratio >= _SLOW_PLACEMENT]:
-        yield CurveFault(
-            name="first-use",
-            text=f"far longer out-of-place than in-place: {_ratios_text(slow)}",
-            cause="the first use of a connection, which few warm-up iterations do not cover",
-            action="take the in-place figure, or -w 20",
-            points=[point for point, _ in slow],
-            is_severe=False,
-        )
-
-
-def _slow_protocol(points: Sequence[Point]) -> Iterator[CurveFault]:
-    """Yield sizes at a constant bandwidth after which a larger one takes less time."""
-    slow: list[Point] = []
-    for first, second, last, after in zip(*(points[i:] for i in range(4)), strict=False):
-        if after.time_s >= last.time_s / 1.25:
-            continue
-        rates = (first.busbw, second.busbw, last.busbw)
-        if max(rates) < 1.15 * min(rates):
-            slow += [first, second, last]
-    if slow:
-        names = [format_bytes(point.size_bytes) for point in slow]
-        sizes = ", ".join(map(" to ".join, zip(names[::3], names[2::3], strict=True)))
-        yield CurveFault(
-            name="protocol",
-            text=f"{sizes}: a constant bandwidth, after which a larger size takes less time",
-            cause="protocol LL or LL128 is kept for sizes that are too large for it",
-            action="compare with NCCL_PROTO=^LL and ^LL128, and update NCCL or its plug-in",
-            points=slow,
-        )

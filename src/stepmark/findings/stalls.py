@@ -26,9 +26,9 @@ _ACTIONS = {
     DEADLOCK: "Issue collectives of all groups in one order on every rank.",
     ARRIVED: "Look at the network and the GPUs of these ranks (NCCL_DEBUG=INFO, dmesg), and "
     "whether the call is the same on all of them.",
-    UNKNOWN: "Set TORCH_NCCL_TRACE_BUFFER_SIZE (TORCH_FR_BUFFER_SIZE) for flight-recorder "
-    "dumps, or NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,COLL, and read the logs of all "
-    "ranks.",
+    UNKNOWN: "Look at dmesg of the hosts of {who}, and at what the processes there do (py-spy "
+    "dump); flight-recorder dumps (TORCH_NCCL_TRACE_BUFFER_SIZE, TORCH_FR_BUFFER_SIZE) or the "
+    "calls in the logs of all ranks (NCCL_DEBUG_SUBSYS=INIT,COLL) show more.",
 }
 
 

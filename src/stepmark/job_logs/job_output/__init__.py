@@ -138,7 +138,6 @@ _DAY_S = 86_400
 _MONTH_DAYS = 31
 _FIRST_DATE_S = (_MONTH_DAYS + 1) * _DAY_S
 
-_OF_HOST = re.compile(r"srun: error: \S+: tasks? ")
 _FRAME = re.compile(r'^[\s|]*File "([^"]{1,400})", line (\d{1,7})(?:, in (.{1,120}))?')
 _RAISED = re.compile(
     r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
@@ -523,10 +522,7 @@ class OutputReader:
         known = self.failures.get(key)
         if known is not None:
             # Of several lines the one that names the host is shown.
-            is_better = bool(_OF_HOST.search(evidence.text)) > bool(
-                _OF_HOST.search(known.evidence.text)
-            )
-            shown = evidence if is_better else known.evidence
+            shown = max(known.evidence, evidence, key=lambda line: "srun: error: " in line.text)
             self.failures[key] = replace(known, lines=known.lines + 1, evidence=shown)
         elif len(self.failures) < _MAX_FAILURES:
             self.failures[key] = Failure(
@@ -660,5 +656,5 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
                 return True
     reader.leave_file()
     is_job = bool(reader.endings or reader.num_trainings) and not has_tables
-    has_xid = any(rule in XIDS for rule, *_ in reader.failures)
-    return bool(reader.has_failed or reader.stopped or reader.after_ends) or is_job or has_xid
+    is_stated = reader.has_failed or any(rule in XIDS for rule, *_ in reader.failures)
+    return bool(is_stated or reader.stopped or reader.after_ends) or is_job

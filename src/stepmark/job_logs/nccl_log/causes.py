@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Failure, LogFacts, Role
-from stepmark.findings.stalls import MISMATCH, MISSING, UNKNOWN
+from stepmark.findings.stalls import MISMATCH, MISSING
 from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs.failures import XIDS
@@ -20,11 +20,6 @@ from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
 
 _PROBLEM = Severity.PROBLEM
 _MAX_HOSTS = 4  # that a text names
-_ACTION_WITH_INFO = (
-    "Look at dmesg {where} and at what the processes there do (py-spy dump); next time set "
-    "TORCH_NCCL_TRACE_BUFFER_SIZE (TORCH_FR_BUFFER_SIZE) for flight-recorder dumps, and "
-    "NCCL_DEBUG_SUBSYS=INIT,COLL for the calls in the log."
-)
 # Findings of the log that are causes, and those that only show where ranks stopped.
 _CAUSES = frozenset({MISMATCH, "p2p-mismatch"})
 LATE = "late-call"  # a call that differs, issued after a time-out
@@ -109,23 +104,15 @@ def linked(
 
 def _with_hosts(facts: LogFacts, finding: Finding) -> Finding:
     """Return the finding with the hosts of its ranks, by the start of the largest group."""
-    groups = [
-        [one for one in group.members if one.rank is not None] for group in facts.communicators
-    ]
-    members = max(groups, key=len, default=[])
+    members = max((group.members for group in facts.communicators), key=len, default=())
     own = [one for one in members if one.rank in finding.ranks]
     hosts = sorted({one.host for one in own})
-    if finding.rule == UNKNOWN and members:
-        where = f"of {comma_list(hosts)}" if 0 < len(hosts) <= _MAX_HOSTS else "of the hosts"
-        finding = replace(finding, action=_ACTION_WITH_INFO.format(where=where))
     if not 0 < len(hosts) <= _MAX_HOSTS or len({one.host for one in members}) == 1:
         return finding
-    ranks = {one.rank for one in own}
-    is_whole = len(own) > 1 and ranks == {one.rank for one in members if one.host in hosts}
-    verb = "are all ranks of" if is_whole else "are on" if len(ranks) > 1 else "is on"
-    who = ranks_text(rank for rank in ranks if rank is not None)
-    text = f"{finding.text} {who[:1].upper()}{who[1:]} {verb} {comma_list(hosts)}."
-    return replace(finding, text=text)
+    is_whole = 1 < len(own) == sum(one.host in hosts for one in members)
+    verb = "are all ranks of" if is_whole else "are on" if len(own) > 1 else "is on"
+    who = ranks_text(one.rank for one in own if one.rank is not None).capitalize()
+    return replace(finding, text=f"{finding.text} {who} {verb} {comma_list(hosts)}.")
 
 
 def _is_warned_cause(finding: Finding, failure: Finding) -> bool:
@@ -155,18 +142,18 @@ def _tree(
     for finding in plain:
         if finding.rule in _SYMPTOMS and role < Role.CONSEQUENCE:
             explained.append(finding)
-        elif finding.rule in _EXPLAINS_VAGUE and role >= Role.SIGNAL:
-            chain.append(finding)
-        elif f"failure-{finding.rule}" in XIDS and role >= Role.SIGNAL:
-            cause = replace(cause, text=f"{cause.text} {finding.text}")
+        elif (finding.rule in _EXPLAINS_VAGUE or f"failure-{finding.rule}" in XIDS) and (
+            role >= Role.SIGNAL
+        ):
             chain.append(finding)
         else:
             rest.append(finding)
     first, explained = _same_process(facts, cause, explained)
     consequences = tuple(replace(one, severity=Severity.NOTE) for one in explained)
     chained = (*chain, *cause.chain, *first)
+    text = " ".join([cause.text, *(one.text for one in chain if f"failure-{one.rule}" in XIDS)])
     followed = (*cause.consequences, *consequences)
-    cause = replace(cause, chain=chained, consequences=followed)
+    cause = replace(cause, text=text, chain=chained, consequences=followed)
     others = [replace(one, chain=(*_settings(facts, one.rule), *one.chain)) for one in roots]
     return [cause, *others, *rest]
 

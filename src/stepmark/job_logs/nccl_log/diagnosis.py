@@ -358,7 +358,6 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     network_rules.far_adapter,
     network_rules.one_channel,
     network_rules.idle_adapters,
-    network_rules.one_adapter,
     network_rules.shm_instead_of_p2p,
     forced_settings,
     nvls_off,

@@ -436,36 +436,16 @@ def one_channel(facts: LogFacts) -> Iterator[Finding]:
             yield finding_of("one-channel", Severity.WARNING, text, [counts.evidence])
 
 
-def one_adapter(facts: LogFacts) -> Iterator[Finding]:
-    """Report a host whose only rank sends all through one of several adapters."""
-    listed = listed_adapters(facts)
-    same: dict[tuple[int, int], list[NicUse]] = {}
-    for host, uses in group_by(facts.nics, lambda use: use.host).items():
-        devices = {use.device for use in uses}
-        if len(devices) == len({use.rank for use in uses}) == 1 and listed[host] > 1:
-            same.setdefault((devices.pop(), listed[host]), []).extend(uses)
-    for (device, count), uses in same.items():
-        text = (
-            f"On {_hosts(uses)} all connections of {ranks_text(use.rank for use in uses)} use "
-            f"network device {device} of {count}: their rate is that of one adapter."
-        )
-        lines = [use.evidence for use in uses]
-        yield finding_of("one-adapter", Severity.NOTE, text, lines)
-
-
-def _hosts(uses: Iterable[NicUse]) -> str:
-    """Return the hosts of findings that are the same on each, e.g. "2 hosts (a, b)"."""
-    hosts = list(dict.fromkeys(use.host for use in uses))
-    return hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts ({comma_list(hosts)})"
-
-
 def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
-    """Report adapters that carry nothing, on a host with a rank for each of them."""
+    """Report adapters that carry nothing, on hosts with a rank for each of them.
+
+    With fewer ranks it is a note, where all their connections use one adapter.
+    """
     listed = listed_adapters(facts)
     # With PXN a line names the adapter of another rank's GPU.
     relayed = {way.communicator for way in facts.transports if way.pxn}
     uses = group_by(facts.nics, lambda use: (use.communicator, use.host))
-    same: dict[tuple[int, str, int], list[NicUse]] = {}
+    same: dict[tuple[int, int, str, int], list[NicUse]] = {}
     for comm in facts.communicators:
         num_local = Counter(member.host for member in comm.members)
         for host, count in num_local.items() if comm.key not in relayed else ():
@@ -476,14 +456,15 @@ def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
             is_shared = len(devices) < len(own)  # nic-imbalance says so
             # A device beyond the list: two ports of an adapter are one name.
             is_known = bool(own) and devices <= adapters
-            if is_known and idle and not is_shared and count >= len(adapters):
-                same.setdefault((listed[host], comma_list(idle), count), []).extend(own)
-    for (num_listed, idle_text, count), own in same.items():
-        each = " on each" if len({use.host for use in own}) > 1 else ""
-        num_idle = num_listed - len({use.device for use in own})
+            is_expected = count >= len(adapters) or len(devices) == 1
+            if is_known and idle and not is_shared and is_expected:
+                key = len(idle), listed[host], comma_list(idle), count
+                same.setdefault(key, []).extend(own)
+    for (num_idle, num_listed, idle_text, count), own in same.items():
         text = (
-            f"On {_hosts(own)} {num_idle} of {num_listed} network adapters ({idle_text}) carry "
-            f"nothing in the connections of {count} ranks{each}."
+            f"On {comma_list(dict.fromkeys(use.host for use in own))}, {num_idle} of "
+            f"{num_listed} network adapters ({idle_text}) carry nothing in the connections of "
+            f"{plural(count, 'rank')}."
         )
-        lines = [use.evidence for use in own]
-        yield finding_of("idle-adapters", Severity.WARNING, text, lines)
+        severity = Severity.WARNING if count >= num_listed else Severity.NOTE
+        yield finding_of("idle-adapters", severity, text, [use.evidence for use in own])
