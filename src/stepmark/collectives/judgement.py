@@ -385,7 +385,6 @@ def _remarks(table: Table, fit: _Fit) -> list[str]:
         and low_ring * fit.unit < peak < high_ring * fit.unit
     )
     least = fit.peak_span[0] if fit.peak_span else inf
-    wide = f"judged by a wide limit alone, {format_time(fit.max_latency_s)}"
     remarks = (
         (
             fit.is_low and not fit.is_slow,
@@ -394,7 +393,10 @@ def _remarks(table: Table, fit: _Fit) -> list[str]:
         ),
         (
             fit.curve.smallest and not fit.has_latency and not fit.is_late,
-            f"small messages are {wide if fit.max_latency_s < inf else 'not judged'}: {reason}",
+            "small messages are judged by a wide limit alone "
+            f"({format_time(fit.max_latency_s)}): {reason}"
+            if fit.max_latency_s < inf
+            else f"small messages are not judged: {reason}",
         ),
         (
             fit.has_peak and fit.hardware.num_hosts > 1 and peak < _NORMAL * high,
@@ -434,8 +436,7 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
         f"{'unknown below, ' if is_one else ''}not normal below "
         f"{_rate((_FAR if is_one else _TOLERANCE) * least)}"
     )
-    late = f"not normal above {format_time(fit.max_latency_s)}"
-    times = (_span(fit.latency_span, format_time), late if fit.max_latency_s < inf else "")
+    late = f"; not normal above {format_time(fit.max_latency_s)}"
     figures = (
         (
             "peak busbw",
@@ -446,7 +447,7 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
         (
             "shortest time",
             f"{format_time(small.time_s)} at {format_bytes(small.size_bytes)}" if small else "",
-            "; ".join(filter(None, times)),
+            _span(fit.latency_span, format_time) + (late if fit.max_latency_s < inf else ""),
         ),
         ("shape", f"{', '.join(fault.name for fault in faults) or 'no fault'}{sag}", ""),
         (

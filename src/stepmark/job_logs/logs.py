@@ -408,11 +408,10 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
         allowed = "given with output, logs or dumps of a job: tables have no figures"
         raise ConfigError("html", options.html, allowed)
     found = [_with_hardware(one, options) for group in by_file.values() for one in group]
-    of_tables = ("nics", "gpus_per_node", *(() if options.model else ("device",)))
-    given = [(dashed(name), getattr(options, name)) for name in of_tables]
-    if not found and any(value for _, value in given):
+    given = [name for name in ("nics", "gpus_per_node", "device") if getattr(options, name)]
+    if given and not found and not (options.model and given == ["device"]):
         allowed = "given with a table of results (--device also with --model, for its MFU)"
-        raise ConfigError(*next(one for one in given if one[1]), allowed)
+        raise ConfigError(dashed(given[0]), getattr(options, given[0]), allowed)
     if not (found or sources or options.tables):
         allowed = "a file with a table of results; none of its lines is a row that can be read"
         raise ConfigError("file", next(iter(files)), allowed)

@@ -170,10 +170,9 @@ def _medians(figures: Sequence[Figure]) -> Iterator[tuple[str, set[str]]]:
         scale, printed_unit = UNITS[unit]
         text = f"{name}: {rate / scale:.4g} {printed_unit}, {rate / peak:.0%} of the peak "
         known = f"; usual from {usual:.0%} on, in doubt below {least:.0%}" if usual else ""
-        low = [f for f in members if (f.value or 0.0) < least * peak]
         yield (
             f"{text}({device}{known})",
-            {host_of(f.where[0]) for f in low if rate < least * peak},
+            {host_of(f.where[0]) for f in members if max(rate, f.value or 0.0) < least * peak},
         )
 
 

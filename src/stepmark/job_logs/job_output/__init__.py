@@ -655,6 +655,6 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
             if has_nccl_line(line) or reader.has_failed:
                 return True
     reader.leave_file()
-    is_job = bool(reader.endings or reader.num_trainings) and not has_tables
-    is_stated = reader.has_failed or any(rule in XIDS for rule, *_ in reader.failures)
-    return bool(is_stated or reader.stopped or reader.after_ends) or is_job
+    has_xid = any(rule in XIDS for rule, *_ in reader.failures)
+    is_job = has_xid or (bool(reader.endings or reader.num_trainings) and not has_tables)
+    return bool(reader.has_failed or reader.stopped or reader.after_ends) or is_job

@@ -111,8 +111,9 @@ def _with_hosts(facts: LogFacts, finding: Finding) -> Finding:
         return finding
     is_whole = 1 < len(own) == sum(one.host in hosts for one in members)
     verb = "are all ranks of" if is_whole else "are on" if len(own) > 1 else "is on"
-    who = ranks_text(one.rank for one in own if one.rank is not None).capitalize()
-    return replace(finding, text=f"{finding.text} {who} {verb} {comma_list(hosts)}.")
+    ranks = ranks_text(one.rank for one in own if one.rank is not None)
+    text = f"{finding.text} {ranks.capitalize()} {verb} {comma_list(hosts)}."
+    return replace(finding, text=text)
 
 
 def _is_warned_cause(finding: Finding, failure: Finding) -> bool:

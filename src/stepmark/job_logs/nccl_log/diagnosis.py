@@ -233,8 +233,8 @@ def remarks(facts: LogFacts) -> Iterator[Finding]:
         failures = [one for one in facts.failures if one.rule == rule]
         if failures:
             lines = [one.evidence for one in failures]
-            words = text or f"{failures[0].text} {failures[0].detail}".strip()
-            finding = finding_of(name, severity, words, lines)
+            stated = f"{failures[0].text} {failures[0].detail}".strip()
+            finding = finding_of(name, severity, text or stated, lines)
             count = sum(one.lines for one in failures)
             yield replace(finding, count=count, action=failures[0].action)
 

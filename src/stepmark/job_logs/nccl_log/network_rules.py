@@ -445,7 +445,7 @@ def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
     # With PXN a line names the adapter of another rank's GPU.
     relayed = {way.communicator for way in facts.transports if way.pxn}
     uses = group_by(facts.nics, lambda use: (use.communicator, use.host))
-    same: dict[tuple[int, int, str, int], list[NicUse]] = {}
+    same: dict[tuple[int, tuple[int, ...], int], list[NicUse]] = {}
     for comm in facts.communicators:
         num_local = Counter(member.host for member in comm.members)
         for host, count in num_local.items() if comm.key not in relayed else ():
@@ -458,13 +458,12 @@ def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
             is_known = bool(own) and devices <= adapters
             is_expected = count >= len(adapters) or len(devices) == 1
             if is_known and idle and not is_shared and is_expected:
-                key = len(idle), listed[host], comma_list(idle), count
-                same.setdefault(key, []).extend(own)
-    for (num_idle, num_listed, idle_text, count), own in same.items():
+                same.setdefault((listed[host], tuple(idle), count), []).extend(own)
+    for (num_listed, idle_devices, count), own in same.items():
         text = (
-            f"On {comma_list(dict.fromkeys(use.host for use in own))}, {num_idle} of "
-            f"{num_listed} network adapters ({idle_text}) carry nothing in the connections of "
-            f"{plural(count, 'rank')}."
+            f"On {comma_list(dict.fromkeys(use.host for use in own))}, {len(idle_devices)} of "
+            f"{num_listed} network adapters ({comma_list(idle_devices)}) carry nothing in "
+            f"the connections of {plural(count, 'rank')}."
         )
         severity = Severity.WARNING if count >= num_listed else Severity.NOTE
         yield finding_of("idle-adapters", severity, text, [use.evidence for use in own])
