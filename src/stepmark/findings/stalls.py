@@ -48,7 +48,7 @@ class Cause:
     groups: frozenset[str] = frozenset()  # labels
     text: str
     evidence: tuple[Evidence, ...]
-    count: int = 0  # lines that show it; 0: those of evidence
+    count: int = 0  # lines that show it, where evidence has not all
     severity: Severity = Severity.PROBLEM
     is_over: bool = False  # a call waits longer than its time-out
     action: str = ""  # "": that of the rule
@@ -64,7 +64,7 @@ class Cause:
             severity=self.severity,
             text=text,
             evidence=self.evidence,
-            count=self.count or len(self.evidence) or 1,
+            count=max(self.count, len(self.evidence), 1),
             action=self.action or _ACTIONS[self.rule].format(who=who),
             ranks=ranks,
             consequences=(self._consequence(),) if self.wait else (),
