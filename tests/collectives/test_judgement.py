@@ -427,7 +427,7 @@ def test_one_table_is_no_reference_for_small_messages() -> None:
     times = {KIB: 60e-6, GIB: 6e-3, 4 * GIB: 24e-3}
     [judgement] = judge(plain_table(times, num_ranks=256, num_hosts=32), nics=NDR)
     assert judgement.value == "normal"
-    assert "us: one healthy table is no range" in judgement.text
+    assert "us): one healthy table is no range" in judgement.text
 
 
 @pytest.mark.parametrize(

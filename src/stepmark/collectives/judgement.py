@@ -297,9 +297,8 @@ def _doubt(table: Table, fit: _Fit) -> str:
 
 def _excess(fit: _Fit) -> str:
     """Return why a bandwidth is too high to be normal; "" where it is not."""
-    peak = fit.curve.peak
     unit = fit.unit or inf
-    low, high = (share * unit for share in possible_shares(fit.hardware, fit.range.family))
+    low, high = (s * unit for s in possible_shares(fit.hardware, fit.range.family))
     best = fit.range.share[1] * unit if fit.range.share else inf
     inputs = f"{'--nics' if fit.hardware.num_hosts > 1 else 'the GPU'}, the number of ranks"
     slack = f"(tolerance: {_LIMIT_SLACK - 1:.0%})"
@@ -319,7 +318,8 @@ def _excess(fit: _Fit) -> str:
             f"no healthy table reaches more than {_rate(best)}: check {inputs} and the times",
         ),
     )
-    return next((text for limit, text in reasons if peak.busbw > _LIMIT_SLACK * limit), "")
+    busbw = fit.curve.peak.busbw
+    return next((text for limit, text in reasons if busbw > _LIMIT_SLACK * limit), "")
 
 
 def _limit(fit: _Fit) -> str:
