@@ -217,38 +217,37 @@ def scores(
 GPUS = ("H100, H200", "A100 SXM", "B200", "MI300X")
 NAMES = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200", "AMD Instinct MI300X")
 PLACES = ((8, 1, 0.0), (16, 2, 200.0), (16, 2, 400.0), (256, 32, 200.0), (256, 32, 400.0))
+FAMILIES = ("all_reduce", "gather", "all_to_all")
 
 
 def ranges_table() -> list[str]:
-    """Return what healthy tables reach, as Markdown; hardware without two tables has no row."""
+    """Return what healthy tables reach, as Markdown; hardware without a peak has no row."""
     lines = [
-        "| GPUs | hosts | NICs | all-reduce, GB/s | gathers, GB/s | shortest all-reduce "
-        "| tables |",
-        "|---|---|---|---|---|---|---|",
+        "| GPUs | hosts | NICs | all-reduce, GB/s | gathers, GB/s | all-to-all, GB/s "
+        "| shortest all-reduce | tables |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for gpu, name in zip(GPUS, NAMES, strict=True):
         for ranks, hosts, gbit in PLACES:
             hardware = reference_ranges.Hardware(
                 device=find_device(name), num_ranks=ranks, num_hosts=hosts, nic_gbit=gbit
             )
-            families = ("all_reduce", "gather")
-            both = [
-                reference_ranges.reference_range(
-                    reference_ranges.load_healthy(), hardware, family, ""
-                )
-                for family in families
+            healthy = reference_ranges.load_healthy()
+            ranges = [
+                reference_ranges.reference_range(healthy, hardware, family, "")
+                for family in FAMILIES
             ]
-            if not both[0].link or both[0].num_tables < 2 or not both[0].share:
+            if not any(each.link and each.share for each in ranges):
                 continue
             cells = [
                 _span(each.share, reference_ranges.rate(hardware, each.family, gbit) / GB, "")
                 if each.link
                 else "-"
-                for each in both
+                for each in ranges
             ]
             latency_us = reference_ranges.tuner_latency_s("all_reduce", hardware) * 1e6
-            cells += [_span(both[0].latency, latency_us, " us")]
-            cells += [" + ".join(str(each.num_tables) for each in both if each.link)]
+            cells += [_span(ranges[0].latency if ranges[0].link else None, latency_us, " us")]
+            cells += [" + ".join(str(each.num_tables if each.link else 0) for each in ranges)]
             where = (
                 f"{gpu} | {'3 and more' if hosts > 2 else hosts} | "
                 f"{f'8x{gbit:.0f}G' if hosts > 1 else '-'}"

@@ -148,7 +148,7 @@ def test_a_budget_in_which_healthy_devices_would_count_as_stuck_is_refused() -> 
     words = ("doctor", "--nodes", "--budget", "21m")
     code, _, err = called(*SLURM, "--", *words)
     assert code == 2
-    assert "at most --timeout (600s)" in err
+    assert "budget 21m is invalid: it must be at most 2 x --timeout (1200s)" in err
     assert "--budget 630s" in script_of(*SLURM, words=(*words, "--timeout", "11m"))
 
 

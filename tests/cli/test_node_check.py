@@ -159,14 +159,21 @@ def test_bad_input_is_one_line(words: list[str], message: str, tmp_path: Path) -
         ('{"schema": 1, "host": "a", "checked_at": "", "figures": [{}]}', "a node check"),
     ],
 )
-def test_a_damaged_file_is_one_line(text: str, message: str, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, fleet(2, 1))
+def test_a_damaged_file_is_a_failure_of_its_host(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    """The others are judged."""
+    folder = folder_of(tmp_path, fleet(3, 1))
     (folder / "nodes" / "a.json").write_text(text)
-    done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "a.json" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    words = ["--gpus-per-node", "1", "--json", "-"]
+    done = stepmark(*DOCTOR, "--from", str(folder), *words, cwd=tmp_path)
+    assert done.returncode == 1
+    nodes = {node["host"]: node for node in json.loads(done.stdout)["nodes"]}
+    assert {host for host, node in nodes.items() if node["outcome"] == "failed"} == {"a"}
+    (reason,) = nodes["a"]["reasons"]
+    assert message in reason
+    assert "a.json" in reason
+    assert failing(folder) == "a\n"
 
 
 @pytest.mark.parametrize(
@@ -188,13 +195,29 @@ def test_a_file_with_figures_that_cannot_be_judged(
     figures = (*first.figures, replace(first.figures[0], **change))  # type: ignore[arg-type]
     folder = folder_of(tmp_path, [replace(first, figures=figures), second])
     done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert "n000.json" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    if change.get("where") == ("n000", "n002"):
+    is_refused = change.get("where") == ("n000", "n002")
+    assert done.returncode == (2 if is_refused else 1)
+    output = done.stderr if is_refused else done.stdout
+    assert message in output
+    assert "n000.json" in output
+    if is_refused:
         words = ["--from", str(folder), "--expect", "n000,n001,n002"]
         assert stepmark(*DOCTOR, *words, cwd=tmp_path).returncode == 1, "n002 has failed"
+
+
+def test_pairs_of_other_hosts_are_refused_with_expected_hosts(tmp_path: Path) -> None:
+    """All checks are there, under one name of the machine that made them."""
+    checks = [replace(check, nodename="vm") for check in fleet(4, 1)]
+    folder = folder_of(tmp_path, checks)
+    run = run_of_pairs(tmp_path, 4)
+    words = ["--from", str(folder), "--pairs", str(run), "--expect", "n[000-003]"]
+    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "a run on hosts of --from" in done.stderr
+    words[-1] = "n[000-004]"
+    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
+    assert done.returncode == 1, "n004 has no result"
+    assert "has no rate between two of these hosts" in done.stderr
 
 
 def test_expected_hosts_may_be_ranges(tmp_path: Path) -> None:

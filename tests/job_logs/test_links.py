@@ -227,7 +227,7 @@ def test_an_adapter_that_carries_nothing_is_named() -> None:
     for lines, is_idle in ((used(0, 1), False), (used(0), True), (used(0, 1, 1), True)):
         rules = {one.rule: one for one in diagnose(facts_of([*FOUR, *lines]))}
         assert ("idle-adapters" in rules) is is_idle
-    text = "On node-1 1 of 2 network adapters (0) carry nothing in the connections of 2 ranks."
+    text = "On node-1, 1 of 2 network adapters (0) carry nothing in the connections of 2 ranks."
     assert rules["idle-adapters"].text == text
 
 

@@ -108,7 +108,28 @@ def test_of_two_nodes_the_slower_is_slow_and_what_both_share_is_unknown() -> Non
     assert reason.endswith(" of n000/0")
     (unknown,) = verdict.unknown
     assert "whether both are slow" in unknown
-    assert "data sheet" in unknown  # it has a peak
+    assert "of the peak (card)" in verdict.medians[0]
+
+
+def test_devices_that_are_slow_alike_are_unknown() -> None:
+    """Only where the usual share is known, and only those below it."""
+    h100 = "NVIDIA H100 80GB HBM3"
+    for base, device, speeds, expected in (
+        (460e12, h100, {}, dict.fromkeys(map(name, range(4)), CANNOT_TELL)),
+        (460e12, "card", {}, {}),
+        (690e12, h100, {}, {}),
+        (460e12, h100, {(0, 0): 1.5}, dict.fromkeys(map(name, range(1, 4)), CANNOT_TELL)),
+    ):
+        checks = [
+            replace(one, figures=tuple(replace(f, device=device) for f in one.figures))
+            for one in fleet(4, 1, speeds, base=base)
+        ]
+        verdict = judge(checks, floor=FLOOR)
+        assert outcomes(verdict) == expected
+        assert len(verdict.medians) == 1
+    assert "46% of the peak" in verdict.medians[0]
+    assert "usual from 68% on, in doubt below 61%" in verdict.medians[0]
+    assert "the median of gemm" in verdict.nodes[1].reasons[0]
 
 
 def test_two_nodes_that_agree_are_healthy_but_not_known_to_be_fast() -> None:

@@ -1,8 +1,9 @@
 """Whether a table of a collective's results is normal for its hardware, and if not, why.
 
 A table is compared with healthy tables in three figures: the peak bandwidth from 256 MiB on
-(95 % of their least is normal, less than 85 % is not), the shortest time up to 64 KiB (twice),
-and its own shape (table_curve.py). More than the links or NICs can carry is no verdict.
+(95 % of their least is normal, less than 85 % is not), the shortest time up to 64 KiB (twice;
+five times where there is one table), and its own shape (table_curve.py). More than the links or
+NICs can carry is no verdict.
 Between these, two healthy tables of one platform differ by up to 54 %: middle sizes are judged
 by the table's shape alone. Unknown is an answer: it says what is missing.
 """
@@ -30,6 +31,7 @@ from stepmark.collectives.reference_ranges import (
     tuner_latency_s,
 )
 from stepmark.collectives.table_curve import (
+    PAIRS,
     SLOW_ON_A_NETWORK,
     SLOW_ON_ONE_HOST,
     Curve,
@@ -48,7 +50,8 @@ BELOW = "below the healthy range"
 _NORMAL = 0.95  # of the least of healthy tables; those of one hardware differ by less
 _TOLERANCE = 0.85
 _LIMIT_SLACK = 1.01  # as of `above limit` (docs/definitions.md)
-_LATENCY_TOLERANCE = 2.0
+_LATENCY_TOLERANCE = 2.0  # of the most of several tables of this hardware
+_WIDE_TOLERANCE = 5.0  # of one table or those of other hardware; of one link they differ 2.6 x
 _FAR = 0.5  # of what other GPUs reach
 _RING = (0.7, 0.9)  # of a link's rate: what a ring reaches, and cannot reach
 _WIRE = 0.97  # of a NIC's rate that a plateau reaches (400G: 46 to 49 GB/s)
@@ -60,12 +63,14 @@ _OF_LINKS = (
 )
 _OF_NETWORK = (
     "a part of the NICs in use (NCCL_IB_HCA; one GPU uses the NICs near to it), no GPUDirect "
-    "RDMA, or PCIe settings of the NICs (MaxReadReq, MAX_ACC_OUT_READ, ACS)",
-    "NCCL_DEBUG=INFO (`NET/IB : Using` names all NICs, connections have GDRDMA), and "
-    "ib_write_bw for each NIC",
+    "RDMA, PCIe settings of the NICs (MaxReadReq, MAX_ACC_OUT_READ, ACS), or one slow host or "
+    "link, which slows all",
+    "NCCL_DEBUG=INFO (`NET/IB : Using` names all NICs, connections have GDRDMA), "
+    f"ib_write_bw for each NIC, and {PAIRS}",
 )
 _NO_RANKS = (
-    "the hardware is not stated: the table does not name the GPUs and hosts of its ranks"
+    "the hardware is not stated: the table does not name the GPUs and hosts of its ranks "
+    "(--device h100-sxm --gpus-per-node 8)"
 )
 
 
@@ -112,6 +117,19 @@ class _Fit:
     is_low: bool  # is_slow or BELOW
     is_late: bool
     max_latency_s: float  # inf where small messages are not judged
+    has_latency: bool  # whether a short time is normal: by several tables of this hardware
+
+    @property
+    def late_text(self) -> str:
+        """Return by how much small messages are late."""
+        if not self.curve.smallest or not self.latency_span:
+            return ""
+        other = "" if self.range.link else " of other GPUs or NICs"
+        return (
+            f"the shortest time is {format_time(self.curve.smallest.time_s)}, more than "
+            f"{self.max_latency_s / self.latency_span[1]:.0f} times that of healthy tables"
+            f"{other} ({_span(self.latency_span, format_time)})"
+        )
 
 
 def wrapped(line: str, indent: int = LEAD) -> list[str]:
@@ -128,20 +146,25 @@ def parse_nics(text: str) -> Nics:
 
 
 def judge(
-    table: Table, *, nics: Nics | None = None, healthy: Sequence[HealthyCurve] | None = None
+    table: Table,
+    *,
+    nics: Nics | None = None,
+    healthy: Sequence[HealthyCurve] | None = None,
+    findings: Sequence[Finding] = (),
 ) -> tuple[Judgement, ...]:
     """Return a verdict for each data type and column; () for a table of anything else.
 
-    nics: NICs of a host that the ranks use.
+    nics: NICs of a host that the ranks use. findings: those of validate.
     """
     hardware = hardware_of(table, nics)
     known = load_healthy() if healthy is None else healthy
     fits = [_fit(table, curve, hardware, known) for curve in curves_of(table)]
-    return tuple(_judgement(table, fit, nics) for fit in fits)
+    ranks = next((each.text for each in findings if each.rule == "ranks-factor"), "")
+    return tuple(_judgement(table, fit, nics, ranks) for fit in fits)
 
 
-def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
-    doubt = _doubt(table, fit)
+def _judgement(table: Table, fit: _Fit, nics: Nics | None, ranks_doubt: str) -> Judgement:
+    doubt = _doubt(table, fit) or ranks_doubt
     curve = fit.curve
     faults = [
         *([] if doubt else _outside(fit, nics)),
@@ -201,9 +224,9 @@ def _fit(
         and (curve.is_large or not is_low)
         and (each.share is not None or not is_slow)
     )
-    # One table is no range of latency, and other GPUs are none.
-    late_s = _LATENCY_TOLERANCE * latency_span[1] if latency_span and each.link else inf
-    late_s = inf if latency_span and latency_span[0] == latency_span[1] else late_s
+    is_exact = bool(latency_span and each.link and latency_span[0] < latency_span[1])
+    tolerance = _LATENCY_TOLERANCE if is_exact else _WIDE_TOLERANCE
+    late_s = tolerance * latency_span[1] if latency_span else inf
     return _Fit(
         curve=curve,
         hardware=hardware,
@@ -216,6 +239,7 @@ def _fit(
         is_low=has_peak and is_low,
         is_late=bool(curve.smallest and curve.smallest.time_s > late_s),
         max_latency_s=late_s,
+        has_latency=is_exact,
     )
 
 
@@ -228,7 +252,7 @@ def _doubt(table: Table, fit: _Fit) -> str:
     missing = "" if hardware.is_stated else " without the NICs of a host (--nics 8x400G)"
     is_outside = fit.is_low or fit.is_late
     is_far = span and peak.busbw < _FAR * span[0] and hardware.device
-    has_time = not fit.curve.is_large and fit.curve.smallest and fit.max_latency_s < inf
+    has_time = not fit.curve.is_large and fit.curve.smallest and fit.has_latency
     end = format_bytes(fit.curve.points[-1].size_bytes)
     reasons = (
         (not table.num_hosts, _NO_RANKS),
@@ -252,6 +276,7 @@ def _doubt(table: Table, fit: _Fit) -> str:
             f"the NICs of a host are not stated (--nics 8x400G); with {_nics_text(each)} for "
             f"each GPU others reach {_span(span, _rate)}",
         ),
+        (fit.is_late and not each.link, fit.late_text),
         (
             fit.is_low and not fit.curve.is_flat,
             f"the table ends at {end}, before the bandwidth is flat; with larger messages "
@@ -276,12 +301,17 @@ def _excess(fit: _Fit) -> str:
     low, high = (s * unit for s in possible_shares(fit.hardware, fit.range.family))
     best = fit.range.share[1] * unit if fit.range.share else inf
     inputs = f"{'--nics' if fit.hardware.num_hosts > 1 else 'the GPU'}, the number of ranks"
+    slack = f"(tolerance: {_LIMIT_SLACK - 1:.0%})"
     reasons = (
-        (high, f"{_limit(fit)} can carry at most {_rate(high)}: {inputs} or a time is wrong"),
+        (
+            high,
+            f"{_limit(fit)} can carry at most {_rate(high)}: {inputs} or a time is wrong "
+            f"{slack}",
+        ),
         (
             low if fit.hardware.num_hosts > 1 else inf,
             f"{_limit(fit)} can carry at most {_rate(low)} unless the network's switches add "
-            f"(SHARP): without SHARP, {inputs} or a time is wrong",
+            f"(SHARP): without SHARP, {inputs} or a time is wrong {slack}",
         ),
         (
             best / _TOLERANCE,
@@ -326,8 +356,7 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
         path, action = SLOW_ON_ONE_HOST if is_local else SLOW_ON_A_NETWORK
         yield CurveFault(
             name="latency",
-            text=f"{format_time(smallest.time_s)} is more than twice the shortest time of "
-            f"healthy tables ({_span(fit.latency_span, format_time)})",
+            text=fit.late_text,
             cause=f"{path}, CPUs that save power, or load",
             action=f"{action}, and the CPUs' performance governor",
             points=[smallest],
@@ -363,8 +392,16 @@ def _remarks(table: Table, fit: _Fit) -> list[str]:
             f"{_NORMAL:.0%} is normal, less than {_TOLERANCE:.0%} not normal",
         ),
         (
-            fit.curve.smallest and fit.max_latency_s == inf,
-            f"small messages are not judged: {reason}",
+            fit.curve.smallest and not fit.has_latency and not fit.is_late,
+            "small messages are judged by a wide limit alone "
+            f"({format_time(fit.max_latency_s)}): {reason}"
+            if fit.max_latency_s < inf
+            else f"small messages are not judged: {reason}",
+        ),
+        (
+            fit.has_peak and fit.hardware.num_hosts > 1 and peak < _NORMAL * high,
+            f"the fastest healthy table is {high / peak - 1:.0%} faster: a slow host or link "
+            "may hide in that range (stepmark doctor --nodes compares the hosts)",
         ),
         (not fit.has_peak, "large messages are not judged: the table ends before 256 MiB"),
         (
@@ -393,9 +430,11 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
     )
     tables = f"{each.num_tables}{'' if each.link else ', of other GPUs or NICs'}"
     least = fit.peak_span[0] if fit.peak_span else 0.0
+    is_one = not each.link or (each.share and each.share[0] == each.share[1])
     peak_range = (
-        f"{_span(fit.peak_span, _rate)}; normal from {_rate(_NORMAL * least)}, not normal "
-        f"below {_rate(_TOLERANCE * least)}"
+        f"{_span(fit.peak_span, _rate)}; normal from {_rate(_NORMAL * least)}, "
+        f"{'unknown below, ' if is_one else ''}not normal below "
+        f"{_rate((_FAR if is_one else _TOLERANCE) * least)}"
     )
     late = f"; not normal above {format_time(fit.max_latency_s)}"
     figures = (

@@ -7,11 +7,12 @@ limit lies beyond what healthy tables show (validation/normal_ranges.py counts t
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import pairwise
-from math import exp, log
+from itertools import accumulate, pairwise
+from math import exp, inf, log
+from operator import sub
 from statistics import median
 
-from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
+from stepmark.ground.reading import Reading, Table
 from stepmark.ground.units import GB, GIB, MIB, format_bytes, format_time
 from stepmark.model.collectives import Collective, busbw_factor
 
@@ -20,9 +21,14 @@ _MIN_FLAT_BYTES = GIB
 _MAX_FLAT_GAIN = 1.05  # of the last row over the one before
 _SMALL_BYTES = 65536  # up to here a time is latency
 _MIN_RATE = 0.1 * GB  # below, two decimals of GB/s give no time
-_SLOW_ROW = 3.0
+# Of healthy curves one row of three is up to 4.7 times slower, no second one over 1.5 times.
+_SLOW_ROW = 1.65
+_SLOW_ALONE = 6.0
+_MAX_NEIGHBOURS = 32  # on each side, in interpolations
 _FALL = 1.5
 _FLOOR_S = 1e-3
+_FLOOR_OF_RANK_S = 2e-5  # healthy curves take at most 16 us for each rank
+PAIRS = "measure hosts in pairs to find a slow one (stepmark doctor --nodes, comm p2p-matrix)"
 SLOW_ON_ONE_HOST = ("a path by the host's memory", "NCCL_DEBUG=INFO for GPUs (SHM, not P2P)")
 SLOW_ON_A_NETWORK = (
     "a network over TCP or the host's memory",
@@ -36,9 +42,8 @@ _FALL_ON_A_NETWORK = (
     "lost packets or paused ports (a step to tens of milliseconds), congestion, or a slow host "
     "or link",
     "read the NICs' counters of retransmissions and pauses before and after a run, check PFC "
-    "and ECN, and measure hosts in pairs to find a slow one",
+    f"and ECN, and {PAIRS}",
 )
-_MIN_RATIO = 2.9  # to a neighbour, of a row whose ratio to an interpolation is looked at
 
 
 # Not frozen: as of Reading, a table of 10 MB has thousands. Nothing changes one.
@@ -50,7 +55,6 @@ class Point:
     size_bytes: int
     time_s: float
     busbw: float  # bytes/s
-    placement_ratio: float  # out-of-place / in-place time, 1 where one is missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,32 +148,27 @@ def _points(sizes: Mapping[int, Sequence[Reading]], factor: float) -> Iterator[P
             size_bytes=size,
             time_s=best,
             busbw=factor * size / best or printed,
-            placement_ratio=medians.get(OUT_OF_PLACE, best) / medians.get(IN_PLACE, best),
         )
 
 
 def curve_faults(curve: Curve, num_ranks: int, num_hosts: int) -> list[CurveFault]:
     """Return the faults that the shape shows. num_hosts: 0 is unknown."""
     points = curve.points
-    return [
-        *_floor(points, num_ranks, num_hosts),
-        *_fall(points, num_hosts),
-        *_slow_rows(points),
-        *_slow_protocol(points),
-        *_first_use(points),
-    ]
+    falls = list(_fall(points, num_hosts))
+    named = {point.line for fault in falls for point in fault.points}
+    return [*_floor(points, num_ranks, num_hosts), *falls, *_slow_rows(points, named)]
 
 
 def _floor(points: Sequence[Point], num_ranks: int, num_hosts: int) -> Iterator[CurveFault]:
     """Yield a time of a millisecond and more that sizes up to eight times larger share.
 
-    Rings of many ranks need that long for small messages: 50 us for each rank is no fault.
+    Rings of many ranks need that long for small messages: 20 us for each rank is no fault.
     """
     first = points[0]
     flat = [point for point in points if point.time_s < 2 * first.time_s]
     is_wide = flat[-1].size_bytes >= 8 * first.size_bytes
     path, action = SLOW_ON_ONE_HOST if num_hosts == 1 else SLOW_ON_A_NETWORK
-    if is_wide and first.time_s >= max(_FLOOR_S, 5e-5 * num_ranks):
+    if is_wide and first.time_s >= max(_FLOOR_S, _FLOOR_OF_RANK_S * num_ranks):
         yield CurveFault(
             name="floor",
             text=f"every size up to {format_bytes(flat[-1].size_bytes)} takes "
@@ -201,65 +200,50 @@ def _fall(points: Sequence[Point], num_hosts: int) -> Iterator[CurveFault]:
         best = this if this.busbw > best.busbw else best
 
 
-def _slow_rows(points: Sequence[Point]) -> Iterator[CurveFault]:
-    """Yield rows of 3 times what neighbouring sizes suggest; a single one is no verdict."""
-    ratios = [
-        (this, this.time_s / _between(before, this, after))
-        for before, this, after in zip(points, points[1:], points[2:], strict=False)
-        if this.time_s > _MIN_RATIO * min(before.time_s, after.time_s)
-    ]
-    if slow := [(point, ratio) for point, ratio in ratios if ratio >= _SLOW_ROW]:
+def _slow_rows(points: Sequence[Point], named: set[int]) -> Iterator[CurveFault]:
+    """Yield rows of twice what other sizes suggest. named: lines that have a fault already."""
+    ratios = zip(points, _ratios_to_least(points), strict=True)
+    slow = [(point, ratio) for point, ratio in ratios if ratio >= _SLOW_ROW]
+    is_severe = len(slow) > 1 or any(ratio >= _SLOW_ALONE for _, ratio in slow)
+    if slow := [(point, ratio) for point, ratio in slow if point.line not in named]:
         yield CurveFault(
-            name="slow-rows",
-            text=f"far longer than neighbouring sizes suggest: {_ratios_text(slow)}",
-            cause="another job on the hosts or the network, retransmissions, or of a single "
-            "row the first use of a connection",
-            action="repeat with more iterations (-n 100 -w 20)",
+            name="slow-rows" if is_severe else "slow-row",
+            text=f"far longer than other sizes suggest: {_ratios_text(slow)}",
+            cause="another job on the hosts or the network, retransmissions, a protocol (LL or "
+            "LL128) that is kept for sizes that are too large for it, or of a single row the "
+            "first use of a connection",
+            action="repeat with more iterations (-n 100 -w 20); if the same rows are slow, "
+            "compare with NCCL_PROTO=^LL and ^LL128, and update NCCL or its plug-in",
             points=[point for point, _ in slow],
-            is_severe=len(slow) > 1,
+            is_severe=is_severe,
         )
 
 
-def _between(before: Point, this: Point, after: Point) -> float:
-    """Return the time of the middle size by interpolation in log size and log time."""
-    share = log(this.size_bytes / before.size_bytes) / log(after.size_bytes / before.size_bytes)
-    return exp(log(before.time_s) * (1 - share) + log(after.time_s) * share)
+def _ratios_to_least(points: Sequence[Point]) -> list[float]:
+    """Return each time / the longest that the others allow: no larger size takes less, no
+    smaller one has more bandwidth, and between two sizes log time is convex in log size.
+    """
+    sizes = [log(point.size_bytes) for point in points]
+    times = [log(point.time_s) for point in points]
+    later = reversed(list(accumulate(reversed(times), min)))
+    rates = accumulate(map(sub, times, sizes), min)
+    least = [
+        min(time, rate + size) for time, rate, size in zip(later, rates, sizes, strict=True)
+    ]
+    for this in range(len(points)):
+        chords = (
+            _between(before, this, after, sizes, least)
+            for before in range(max(this - _MAX_NEIGHBOURS, 0), this)
+            for after in range(this + 1, min(this + _MAX_NEIGHBOURS, len(points)))
+        )
+        least[this] = min(least[this], *chords, inf)
+    return [exp(time - low) for time, low in zip(times, least, strict=True)]
+
+
+def _between(first: int, this: int, last: int, x: Sequence[float], y: Sequence[float]) -> float:
+    """Return y of the middle point by interpolation between the others."""
+    return y[first] + (y[last] - y[first]) * (x[this] - x[first]) / (x[last] - x[first])
 
 
 def _ratios_text(slow: Sequence[tuple[Point, float]]) -> str:
     return ", ".join(f"{format_bytes(p.size_bytes)} ({ratio:.1f} x)" for p, ratio in slow[:6])
-
-
-def _first_use(points: Sequence[Point]) -> Iterator[CurveFault]:
-    """Yield rows that are slow out-of-place alone."""
-    ratios = [(point, point.placement_ratio) for point in points]
-    if slow := [(point, ratio) for point, ratio in ratios if ratio >= _SLOW_ROW]:
-        yield CurveFault(
-            name="first-use",
-            text=f"far longer out-of-place than in-place: {_ratios_text(slow)}",
-            cause="the first use of a connection, which few warm-up iterations do not cover",
-            action="take the in-place figure, or -w 20",
-            points=[point for point, _ in slow],
-            is_severe=False,
-        )
-
-
-def _slow_protocol(points: Sequence[Point]) -> Iterator[CurveFault]:
-    """Yield sizes at a constant bandwidth after which a larger one takes less time."""
-    slow: list[Point] = []
-    for first, second, last, after in zip(*(points[i:] for i in range(4)), strict=False):
-        if after.time_s >= last.time_s / 1.25:
-            continue
-        rates = (first.busbw, second.busbw, last.busbw)
-        if max(rates) < 1.15 * min(rates):
-            slow += [first, second, last]
-    if slow:
-        names = [format_bytes(point.size_bytes) for point in slow]
-        sizes = ", ".join(map(" to ".join, zip(names[::3], names[2::3], strict=True)))
-        yield CurveFault(
-            name="protocol",
-            text=f"{sizes}: a constant bandwidth, after which a larger size takes less time",
-            cause="protocol LL or LL128 is kept for sizes that are too large for it",
-            action="compare with NCCL_PROTO=^LL and ^LL128, and update NCCL or its plug-in",
-            points=slow,
-        )

@@ -26,9 +26,9 @@ _ACTIONS = {
     DEADLOCK: "Issue collectives of all groups in one order on every rank.",
     ARRIVED: "Look at the network and the GPUs of these ranks (NCCL_DEBUG=INFO, dmesg), and "
     "whether the call is the same on all of them.",
-    UNKNOWN: "Set TORCH_NCCL_TRACE_BUFFER_SIZE (TORCH_FR_BUFFER_SIZE) for flight-recorder "
-    "dumps, or NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,COLL, and read the logs of all "
-    "ranks.",
+    UNKNOWN: "Look at dmesg of the hosts of {who}, and at what the processes there do (py-spy "
+    "dump); flight-recorder dumps (TORCH_NCCL_TRACE_BUFFER_SIZE, TORCH_FR_BUFFER_SIZE) or the "
+    "calls in the logs of all ranks (NCCL_DEBUG_SUBSYS=INIT,COLL) show more.",
 }
 
 
@@ -48,6 +48,7 @@ class Cause:
     groups: frozenset[str] = frozenset()  # labels
     text: str
     evidence: tuple[Evidence, ...]
+    count: int = 0  # lines that show it, where evidence has not all
     severity: Severity = Severity.PROBLEM
     is_over: bool = False  # a call waits longer than its time-out
     action: str = ""  # "": that of the rule
@@ -63,7 +64,7 @@ class Cause:
             severity=self.severity,
             text=text,
             evidence=self.evidence,
-            count=len(self.evidence) or 1,
+            count=max(self.count, len(self.evidence), 1),
             action=self.action or _ACTIONS[self.rule].format(who=who),
             ranks=ranks,
             consequences=(self._consequence(),) if self.wait else (),
@@ -315,6 +316,8 @@ def _cause(
         groups=frozenset(call.group for call in calls),
         text=text,
         evidence=tuple(dict.fromkeys(lines)),
+        count=len(waiting)
+        + len([line for call in calls for line in call.absent.values() if line]),
         is_over=is_over,
     )
 

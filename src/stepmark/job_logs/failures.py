@@ -33,6 +33,7 @@ FOREIGN = "failure-foreign"
 PEER_CLOSED = "failure-peer-closed"
 LAUNCHER = "failure-launcher"
 SERVICE_THREAD = "failure-service-thread"
+XIDS = ("failure-gpu-work-ended", "failure-gpu-xid")  # that need not be a failure
 TIMEOUT_ELSEWHERE = "failure-timeout-elsewhere"
 
 # A connection of an HTTP client is none between ranks.
@@ -123,6 +124,32 @@ FAILURES: tuple[FailureRule, ...] = (
         r"|Xid \(PCI[^)]*\): (?:48|64|74|94|95|119|120|140)\b",
         "A GPU reports an uncorrectable hardware error (memory, NVLink or firmware).",
         "Drain the node and look at dmesg and nvidia-smi -q; reset or replace the GPU.",
+    ),
+    # NVIDIA's catalog of Xids (docs.nvidia.com/deploy/xid-errors): 13, 31 and 43 may be faults
+    # of the program, 45 ends the work of a process that failed or was killed.
+    _rule(
+        "gpu-program",
+        _CAUSE,
+        r"Xid \([^)]*\): (?:13|31|43)\b",
+        "A GPU reports an Xid that may be the program's fault, such as an access to memory "
+        "that is not its own, or the hardware's.",
+        "Run again with compute-sanitizer or CUDA_LAUNCH_BLOCKING=1; if it comes back on this "
+        "GPU alone, test the GPU (stepmark doctor --nodes).",
+    ),
+    _rule(
+        "gpu-work-ended",
+        _REMARK,
+        r"Xid \([^)]*\): 45\b",
+        "The driver ended the work of a process on a GPU, after a failure of the program or "
+        "when it was killed:",
+        "Look for an earlier failure of that process, and for other Xids in dmesg.",
+    ),
+    _rule(
+        "gpu-xid",
+        _REMARK,
+        r"Xid \([^)]*\): \d",
+        "A GPU reports an Xid:",
+        "Look its number up in NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors).",
     ),
     _rule(
         "node-lost",

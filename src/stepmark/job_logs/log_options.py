@@ -44,7 +44,9 @@ class TrainingView:
     """Training logs."""
 
     model: str | None = flag("what is trained: FLOP/s in every convention", names="model")
-    device: str | None = flag("on which device, for MFU; e.g. h200", names="device")
+    device: str | None = flag(
+        "its device, for MFU, or that of a table that names none", names="device"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,4 +63,7 @@ class LogsOptions(MessageView, TrainingView, Files, RunsFolder):
     tables: bool = flag("list and validate tables of results", default=False)
     nics: str | None = flag(
         "NICs of a host that the ranks use, to judge a table: 8x400G", metavar="8x400G"
+    )
+    gpus_per_node: Annotated[int, between(1, 1024)] | None = flag(
+        "ranks of a host, for a table that names no hosts", rare=True
     )

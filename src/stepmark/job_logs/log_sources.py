@@ -18,6 +18,7 @@ from stepmark.ground.read_text import decode, is_binary, read_head, read_text
 from stepmark.ground.units import plural, ranks_text
 from stepmark.job_logs import log_summary
 from stepmark.job_logs.answers import endings_of
+from stepmark.job_logs.failures import XIDS
 from stepmark.job_logs.flight_recorder import (
     looks_like_flight_recorder,
     read_flight_recorder,
@@ -214,7 +215,9 @@ def _read_only(path: Path, inputs: Inputs, *, has_other: bool) -> bool:
     except ConfigError:
         return False
     # A report of RAS begins with the version, too.
-    has_failed = facts.has_failed or any(one.rule == UNCERTAIN for one in facts.failures)
+    has_failed = facts.has_failed or any(
+        one.rule in (UNCERTAIN, *XIDS) for one in facts.failures
+    )
     is_stalled = any(state.waits_in is not None for state in facts.progress)
     is_log = facts.processes or has_failed or is_stalled or facts.stopped or facts.after_ends
     is_job = facts.versions or facts.endings or facts.has_steps

@@ -15,7 +15,7 @@ from stepmark.findings.histogram_figures import section
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.garbage import no_collection
-from stepmark.ground.options import plain
+from stepmark.ground.options import dashed, plain
 from stepmark.ground.reading import Table
 from stepmark.ground.units import format_bytes, format_time, plural
 from stepmark.ground.waiting import Waiting
@@ -32,6 +32,7 @@ from stepmark.job_logs.log_sources import (
     is_output_name,
     read_sources,
 )
+from stepmark.model.device import find_device_by_alias, unknown_device
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json, write_tables
 from stepmark.tables.page import Page
@@ -43,7 +44,12 @@ _MAX_FINDINGS = 200
 _MAX_EVIDENCE = 3
 _MAX_CONSEQUENCES = 8
 # Links of a chain that show a failure, instead of leading to it.
-_LABELS = {"raised-at": "at:", "first-failure": "seen:"}
+_LABELS = {
+    "raised-at": "at:",
+    "first-failure": "seen:",
+    "gpu-xid": "seen:",
+    "gpu-work-ended": "seen:",
+}
 _MAX_CHARACTERS = 200
 
 
@@ -191,8 +197,6 @@ def _check(options: LogsOptions) -> None:
         histogram.parse_bins(options.bins)  # before logs are read
     if options.nics:
         parse_nics(options.nics)
-    if options.device and not options.model:
-        raise ConfigError("device", options.device, "given with --model, for its MFU")
     if options.model and (options.tables or not options.is_diagnosis):
         raise ConfigError("model", options.model, "left out with other views than the answer")
     for name, value in plain(options).items() if options.tables else ():
@@ -403,24 +407,44 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     if not sources and options.html:
         allowed = "given with output, logs or dumps of a job: tables have no figures"
         raise ConfigError("html", options.html, allowed)
-    found = [table for group in by_file.values() for table in group]
+    found = [_with_hardware(one, options) for group in by_file.values() for one in group]
+    given = [name for name in ("nics", "gpus_per_node", "device") if getattr(options, name)]
+    if given and not found and not (options.model and given == ["device"]):
+        allowed = "given with a table of results (--device also with --model, for its MFU)"
+        raise ConfigError(dashed(given[0]), getattr(options, given[0]), allowed)
     if not (found or sources or options.tables):
         allowed = "a file with a table of results; none of its lines is a row that can be read"
         raise ConfigError("file", next(iter(files)), allowed)
     nics = parse_nics(options.nics) if options.nics else None
-    judgements = tuple(judge(table, nics=nics) for table in found)
+    findings = [tuple(validate(table)) for table in found]
+    judgements = tuple(
+        judge(table, nics=nics, findings=checked)
+        for table, checked in zip(found, findings, strict=True)
+    )
     return LogReport(
         options=options,
         sources=tuple(sources),
         tables=tuple(
-            (table, (*validate(table), *(f for each in judged for f in each.findings)))
-            for table, judged in zip(found, judgements, strict=True)
+            (table, (*checked, *(f for each in judged for f in each.findings)))
+            for table, checked, judged in zip(found, findings, judgements, strict=True)
         ),
         judgements=judgements,
         stops=as_ended(stops) if options.ended else tuple(stops),
         num_left_out=sum(is_output_name(path) for path, _ in inputs.unknown),
         without_tables=tuple(str(p) for p, group in by_file.items() if not (group or sources)),
     )
+
+
+def _with_hardware(table: Table, options: LogsOptions) -> Table:
+    """Return the table with the GPU and the hosts that options state, where it has none."""
+    stated = find_device_by_alias(options.device) if options.device else None
+    if options.device and not stated:
+        raise unknown_device(options.device)
+    device = table.device or (stated.names[0] if stated else "")
+    hosts = table.num_hosts
+    if not hosts and options.gpus_per_node:
+        hosts = -(-(table.num_ranks or 0) // options.gpus_per_node)
+    return replace(table, device=device, num_hosts=hosts)
 
 
 def _with_rows(source: Source, options: LogsOptions) -> Source:

@@ -106,16 +106,18 @@ def time_limit_s(launch: LaunchOptions, num_hosts: int) -> int:
 def _budget_s(given: Mapping[str, Sequence[str]], num_hosts: int) -> float | None:
     """Return --budget of each step that measures: devices and the network have half of it."""
     budget_s = _duration_s(given, "budget")
-    if budget_s and num_hosts > 1:
-        budget_s /= 2
-    check_budget(budget_s, _duration_s(given, "timeout"))
-    return budget_s
+    num_parts = min(num_hosts, 2)
+    timeout_s = _duration_s(given, "timeout")
+    check_budget(budget_s, timeout_s, typed=_value(given, "budget"), num_parts=num_parts)
+    return budget_s and budget_s / num_parts
 
 
 def _duration_s(given: Mapping[str, Sequence[str]], name: str) -> float | None:
-    if name not in given:
-        return None
-    return parse_duration(given[name][-1].rpartition("=")[2], name)
+    return parse_duration(_value(given, name), name) if name in given else None
+
+
+def _value(given: Mapping[str, Sequence[str]], name: str) -> str:
+    return given[name][-1].rpartition("=")[2] if name in given else ""
 
 
 def _given(words: Sequence[str]) -> dict[str, list[str]]:

@@ -138,12 +138,13 @@ def read(file: Path, field: str = "from") -> NodeCheck:
 def read_all(folder: Path, expected: Collection[str] = ()) -> list[NodeCheck]:
     """Read the checks of all hosts in a folder, by name. Raises ConfigError.
 
-    A figure of a host that has no file is refused, unless the host is expected.
+    A file that cannot be read is a failure of its host. A figure of a host that has no file is
+    refused, unless the host is expected.
     """
     files = sorted((folder / FOLDER).glob("*.json"))
     if not files:
         raise ConfigError("from", folder, f"a folder with {FOLDER}/HOST.json of some host")
-    checks = {file: read(file) for file in files}
+    checks = {file: _read_or_failure(file) for file in files}
     hosts = {check.host for check in checks.values()}.union(expected)
     for file, check in checks.items():
         for figure in check.figures:
@@ -152,3 +153,13 @@ def read_all(folder: Path, expected: Collection[str] = ()) -> list[NodeCheck]:
                     allowed = f"of hosts that have a file; {host} has none"
                     raise ConfigError(f"from {file}", "-".join(figure.where), allowed)
     return list(checks.values())
+
+
+def _read_or_failure(file: Path) -> NodeCheck:
+    try:
+        return read(file)
+    except ConfigError as error:
+        text = f"its result cannot be read: {error}"
+    return NodeCheck(
+        host=file.stem, checked_at="", failures=(Remark(where=file.stem, text=text),)
+    )

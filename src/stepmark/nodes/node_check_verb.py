@@ -146,7 +146,7 @@ def _with_pairs(
         raise ConfigError("pairs", path, "the folder of a run, with its run.json")
     names = {_short(check.nodename or check.host): check.host for check in checks}
     hosts = {device.rank: device.host for device in read_info(path).environment.devices}
-    is_complete = {*expected} <= {*names.values()}
+    is_complete = {*expected} <= {check.host for check in checks}
     for host in hosts.values():
         if _short(host) not in names and is_complete:
             raise ConfigError(
@@ -170,6 +170,7 @@ def _with_pairs(
     )
     result = replace(result, figures=network)
     if result == empty and not is_complete:
+        sys.stderr.write(f"--pairs {path} has no rate between two of these hosts\n")
         return list(checks)
     if result == empty:
         raise ConfigError("pairs", path, "a run of comm p2p-matrix on two hosts or more")
@@ -216,6 +217,7 @@ def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path)
     document = {
         "nodes": msgspec.to_builtins(verdict.nodes),
         "figures": rows(verdict),
+        "medians": verdict.medians,
         "differences": verdict.differences,
         "unknown": verdict.unknown,
         "slow_links": links,
@@ -324,6 +326,7 @@ def printed(verdict: FleetVerdict, checks: Sequence[NodeCheck]) -> None:
     columns = [column for column in _NODE_COLUMNS if has_gpus or column is not _GPUS]
     print_lines(Table(nodes).text(columns), terminal)
     sections = {
+        "medians of all (a comparison does not show what slows all alike)": verdict.medians,
         "differences between nodes": verdict.differences,
         "what two cannot tell": verdict.unknown,
     }

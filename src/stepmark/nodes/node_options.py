@@ -54,9 +54,17 @@ class DoctorOptions(NodeChecks, Files):
     """stepmark doctor."""
 
 
-def check_budget(budget_s: float | None, timeout_s: float | None) -> None:
-    """Refuse a budget in which a device that works would count as stuck."""
-    limit_s = timeout_s or TIMEOUT_S
+def check_budget(
+    budget_s: float | None, timeout_s: float | None, *, typed: str = "", num_parts: int = 1
+) -> None:
+    """Refuse a budget in which a device that works would count as stuck.
+
+    num_parts: steps that share the budget. typed: the budget as the user wrote it.
+    """
+    limit_s = num_parts * (timeout_s or TIMEOUT_S)
     if budget_s and budget_s > limit_s:
-        allowed = f"at most --timeout ({limit_s:g}s), after which a device counts as stuck"
-        raise ConfigError("budget", f"{budget_s:g}s", allowed)
+        parts = f"{num_parts} x " if num_parts > 1 else ""
+        allowed = (
+            f"at most {parts}--timeout ({limit_s:g}s), after which a device counts as stuck"
+        )
+        raise ConfigError("budget", typed or f"{budget_s:g}s", allowed)

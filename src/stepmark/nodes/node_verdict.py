@@ -8,19 +8,24 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import fmean
+from statistics import fmean, median
 
 from stepmark.ground import verdicts
 from stepmark.ground.grouping import group_by
 from stepmark.ground.launches import Row, Sample
 from stepmark.ground.ratio import Ratio
 from stepmark.job_logs.nccl_log.network_rules import comma_list
-from stepmark.nodes.node_check import Figure, NodeCheck, host_of
+from stepmark.nodes.node_check import UNITS, Figure, NodeCheck, host_of
 
 # Share of the data sheet's peak that a working device exceeds, by family. Sustained bf16
 # products reach 68 to 71 % on the H200 and H100 of results/, a copy 89 to 90 %. The limit of
 # products is lower because a power cap lowers their clock, on some devices to half the peak.
 LEAST_SHARE = {"gemm": 0.4, "copy": 0.5}
+# The least that healthy devices of results/ reach, by family, and the share of it below which
+# all devices of a job may be slow alike. Others' usual shares are not known.
+USUAL_SHARE = {"gemm": 0.68, "copy": 0.89}
+_USUAL_DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+_LEAST_OF_USUAL = 0.9
 # Share of a network port's rate below which two directions that agree may both be slow.
 LEAST_OF_PORT = 0.5
 MIN_OTHERS = 2  # of figures that are more than two
@@ -77,13 +82,14 @@ class NodeVerdict:
 class FleetVerdict:
     """All hosts by name, and all their figures.
 
-    differences: properties that are not equal on all of them. unknown: what two alone cannot
-    tell. slow_links: source and destination of pairs of hosts that are slow, neither of which
-    is known to be the cause.
+    medians: of rates with a peak. differences: properties that are not equal on all of them.
+    unknown: what two alone cannot tell. slow_links: source and destination of pairs of hosts
+    that are slow, neither of which is known to be the cause.
     """
 
     nodes: tuple[NodeVerdict, ...]
     figures: tuple[FigureVerdict, ...]
+    medians: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     slow_links: tuple[tuple[str, str], ...] = ()
@@ -111,7 +117,9 @@ def judge(
     gpus_per_node: int | None = None,
 ) -> FleetVerdict:
     """Judge all hosts together. floor: slowdown against the others that is accepted."""
-    figures = tuple(judge_figures([f for check in checks for f in check.figures], floor))
+    measured = [figure for check in checks for figure in check.figures]
+    figures = tuple(judge_figures(measured, floor))
+    medians = dict(_medians(measured))
     counts = {check.host: check.num_devices for check in checks}
     reasons: dict[str, list[_Reason]] = {host: [] for host in (*counts, *expected)}
     for host in reasons.keys() - counts.keys():
@@ -119,6 +127,9 @@ def judge(
         reasons[host].append(_Reason(host, Outcome.FAILED, text))
     for check in checks:
         reasons[check.host] += _reasons_of(check, gpus_per_node)
+    for text, slow_hosts in medians.items():
+        for host in slow_hosts:
+            reasons[host].append(_Reason(host, Outcome.CANNOT_TELL, f"the median of {text}"))
     of_places = [
         _Reason(v.figure.where[0], v.outcome, f"{v.figure.name}: {v.reason}")
         for v in figures
@@ -139,10 +150,30 @@ def judge(
             for host in sorted(reasons)
         ),
         figures=figures,
+        medians=tuple(medians),
         differences=tuple(_differences(checks)),
         unknown=tuple(_unknown(figures)),
         slow_links=tuple(dict.fromkeys(_slow_links(pairs))),
     )
+
+
+def _medians(figures: Sequence[Figure]) -> Iterator[tuple[str, set[str]]]:
+    """Yield the median of each rate that has a peak, and the hosts of one that is in doubt."""
+    rated = (f for f in figures if f.peak and f.value and len(f.where) == 1)
+    for (name, device, unit), members in group_by(
+        rated, lambda figure: (figure.name, figure.device, figure.unit)
+    ).items():
+        rate = median(figure.value or 0.0 for figure in members)
+        peak = members[0].peak or math.inf
+        usual = USUAL_SHARE.get(name.split()[0], 0.0) if device in _USUAL_DEVICES else 0.0
+        least = _LEAST_OF_USUAL * usual
+        scale, printed_unit = UNITS[unit]
+        text = f"{name}: {rate / scale:.4g} {printed_unit}, {rate / peak:.0%} of the peak "
+        known = f"; usual from {usual:.0%} on, in doubt below {least:.0%}" if usual else ""
+        yield (
+            f"{text}({device}{known})",
+            {host_of(f.where[0]) for f in members if max(rate, f.value or 0.0) < least * peak},
+        )
 
 
 def _differences(checks: Sequence[NodeCheck]) -> Iterator[str]:
@@ -161,19 +192,14 @@ def _unknown(verdicts: Sequence[FigureVerdict]) -> Iterator[str]:
     """Yield what figures that have a single other leave open."""
     failed = {v.figure.name for v in verdicts if v.outcome is Outcome.FAILED}
     alone = [v.figure for v in verdicts if v.other and v.figure.name not in failed]
-    limits = {
-        "; below the limit of the data sheet they are not": [
-            f.name for f in alone if len(f.where) == 1 and f.peak
-        ],
-        "": [f.name for f in alone if len(f.where) == 1 and not f.peak],
-    }
-    for limit, names in limits.items():
+    open_questions = (
+        (1, "whether both are slow, since two are compared with each other alone"),
+        (2, "which end is slow, since a slow end slows both directions"),
+    )
+    for num_places, text in open_questions:
+        names = [figure.name for figure in alone if len(figure.where) == num_places]
         if names:
-            text = "whether both are slow, since two are compared with each other alone"
-            yield f"{', '.join(dict.fromkeys(names))}: {text}{limit}"
-    if names := [figure.name for figure in alone if len(figure.where) == 2]:
-        text = "which end is slow, since a slow end slows both directions"
-        yield f"{', '.join(dict.fromkeys(names))}: {text}"
+            yield f"{', '.join(dict.fromkeys(names))}: {text}"
 
 
 def _texts(reasons: Sequence[_Reason]) -> tuple[str, ...]:
@@ -193,7 +219,7 @@ def _texts(reasons: Sequence[_Reason]) -> tuple[str, ...]:
 
 def _reasons_of(check: NodeCheck, gpus_per_node: int | None) -> Iterator[_Reason]:
     """Yield the reasons that need no comparison with others."""
-    if gpus_per_node is not None and check.num_devices != gpus_per_node:
+    if gpus_per_node not in (None, check.num_devices) and check.checked_at:
         text = f"{check.num_devices} GPUs, where --gpus-per-node is {gpus_per_node}"
         yield _Reason(check.host, Outcome.FAILED, text)
     for remark in check.failures:

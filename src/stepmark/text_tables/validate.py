@@ -50,7 +50,10 @@ Point = tuple[int, float, Reading]  # size, time or what is proportional to it
 def validate(table: Table) -> list[Finding]:
     """Return the findings on a table, worst first."""
     outlier_text = "{} took far longer than the neighbouring sizes suggest"
-    placement_text = "{}: out-of-place and in-place are more than 10 % apart"
+    placement_text = (
+        "{}: out-of-place and in-place are more than 10 % apart; slow first sizes may be the "
+        "first use of a connection (-w 20)"
+    )
     doubts = _placement_doubts(table)
     findings = [
         _wrong_values(table),

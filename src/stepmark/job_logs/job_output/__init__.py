@@ -29,6 +29,7 @@ from stepmark.job_logs.failures import (
     LAUNCHER,
     PEER_CLOSED,
     SERVICE_THREAD,
+    XIDS,
     classify,
 )
 from stepmark.job_logs.failures import (
@@ -75,6 +76,7 @@ REMARKS: dict[str, tuple[str, Severity, str]] = {
         "A line looks like a failure, and more steps are printed after it: the job went on, or "
         "the lines are not in the order of their times.",
     ),
+    **{rule: (rule.removeprefix("failure-"), Severity.WARNING, "") for rule in XIDS},
     UNKNOWN_ORDER: (
         UNKNOWN_ORDER,
         Severity.NOTE,
@@ -519,7 +521,9 @@ class OutputReader:
         self._last_lines[key] = evidence.line
         known = self.failures.get(key)
         if known is not None:
-            self.failures[key] = replace(known, lines=known.lines + 1)
+            # Of several lines the one that names the host is shown.
+            shown = max(known.evidence, evidence, key=lambda line: "srun: error: " in line.text)
+            self.failures[key] = replace(known, lines=known.lines + 1, evidence=shown)
         elif len(self.failures) < _MAX_FAILURES:
             self.failures[key] = Failure(
                 rule=rule,
@@ -651,5 +655,6 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
             if has_nccl_line(line) or reader.has_failed:
                 return True
     reader.leave_file()
-    is_job = bool(reader.endings or reader.num_trainings) and not has_tables
+    has_xid = any(rule in XIDS for rule, *_ in reader.failures)
+    is_job = has_xid or (bool(reader.endings or reader.num_trainings) and not has_tables)
     return bool(reader.has_failed or reader.stopped or reader.after_ends) or is_job

@@ -13,11 +13,13 @@ from stepmark.findings.log_facts import Failure, LogFacts, Role
 from stepmark.findings.stalls import MISMATCH, MISSING
 from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
+from stepmark.job_logs.failures import XIDS
 from stepmark.job_logs.job_output import GENERAL, REMARKS
 from stepmark.job_logs.job_output.exits import FIRST_FAILURE
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
 
 _PROBLEM = Severity.PROBLEM
+_MAX_HOSTS = 4  # that a text names
 # Findings of the log that are causes, and those that only show where ranks stopped.
 _CAUSES = frozenset({MISMATCH, "p2p-mismatch"})
 LATE = "late-call"  # a call that differs, issued after a time-out
@@ -64,7 +66,8 @@ def linked(
 ) -> list[Finding]:
     """Return the findings with failures of the output, each under what explains it."""
     others = _with_settings(facts, _join_warnings(findings))
-    failures = _failures(facts.failures)
+    failures = [(role, _with_hosts(facts, one)) for role, one in _failures(facts.failures)]
+    stalls = [_with_hosts(facts, one) for one in stalls]
     ranked = [(role, place, finding) for place, (role, finding) in enumerate(failures)]
     problems = [one for one in stalls if one.severity is _PROBLEM]
     others += [one for one in stalls if one.severity is not _PROBLEM]
@@ -99,6 +102,20 @@ def linked(
     return _tree(facts, ranked, plain)
 
 
+def _with_hosts(facts: LogFacts, finding: Finding) -> Finding:
+    """Return the finding with the hosts of its ranks, by the start of the largest group."""
+    members = max((group.members for group in facts.communicators), key=len, default=())
+    own = [one for one in members if one.rank in finding.ranks]
+    hosts = sorted({one.host for one in own})
+    if not 0 < len(hosts) <= _MAX_HOSTS or len({one.host for one in members}) == 1:
+        return finding
+    is_whole = 1 < len(own) == sum(one.host in hosts for one in members)
+    verb = "are all ranks of" if is_whole else "are on" if len(own) > 1 else "is on"
+    ranks = ranks_text(one.rank for one in own if one.rank is not None)
+    text = f"{finding.text} {ranks.capitalize()} {verb} {comma_list(hosts)}."
+    return replace(finding, text=text)
+
+
 def _is_warned_cause(finding: Finding, failure: Finding) -> bool:
     """Return whether NCCL printed a warning, or runs on a bad provider, before a failure."""
     if finding.rule not in _EXPLAINS_VAGUE or not finding.evidence:
@@ -126,15 +143,18 @@ def _tree(
     for finding in plain:
         if finding.rule in _SYMPTOMS and role < Role.CONSEQUENCE:
             explained.append(finding)
-        elif finding.rule in _EXPLAINS_VAGUE and role >= Role.SIGNAL:
+        elif (finding.rule in _EXPLAINS_VAGUE or f"failure-{finding.rule}" in XIDS) and (
+            role >= Role.SIGNAL
+        ):
             chain.append(finding)
         else:
             rest.append(finding)
     first, explained = _same_process(facts, cause, explained)
     consequences = tuple(replace(one, severity=Severity.NOTE) for one in explained)
     chained = (*chain, *cause.chain, *first)
+    text = " ".join([cause.text, *(one.text for one in chain if f"failure-{one.rule}" in XIDS)])
     followed = (*cause.consequences, *consequences)
-    cause = replace(cause, chain=chained, consequences=followed)
+    cause = replace(cause, text=text, chain=chained, consequences=followed)
     others = [replace(one, chain=(*_settings(facts, one.rule), *one.chain)) for one in roots]
     return [cause, *others, *rest]
 

@@ -233,7 +233,8 @@ def remarks(facts: LogFacts) -> Iterator[Finding]:
         failures = [one for one in facts.failures if one.rule == rule]
         if failures:
             lines = [one.evidence for one in failures]
-            finding = finding_of(name, severity, text or failures[0].text, lines)
+            stated = f"{failures[0].text} {failures[0].detail}".strip()
+            finding = finding_of(name, severity, text or stated, lines)
             count = sum(one.lines for one in failures)
             yield replace(finding, count=count, action=failures[0].action)
 
@@ -357,7 +358,6 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     network_rules.far_adapter,
     network_rules.one_channel,
     network_rules.idle_adapters,
-    network_rules.one_adapter,
     network_rules.shm_instead_of_p2p,
     forced_settings,
     nvls_off,

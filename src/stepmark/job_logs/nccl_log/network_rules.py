@@ -16,6 +16,7 @@ from stepmark.findings.log_facts import (
     Interface,
     LogFacts,
     NicPath,
+    NicUse,
     Occurrences,
     Plugin,
     Transport,
@@ -435,27 +436,16 @@ def one_channel(facts: LogFacts) -> Iterator[Finding]:
             yield finding_of("one-channel", Severity.WARNING, text, [counts.evidence])
 
 
-def one_adapter(facts: LogFacts) -> Iterator[Finding]:
-    """Report a host whose only rank sends all through one of several adapters."""
-    listed = listed_adapters(facts)
-    for host, uses in group_by(facts.nics, lambda use: use.host).items():
-        devices = {use.device for use in uses}
-        ranks = {use.rank for use in uses}
-        if len(devices) == len(ranks) == 1 and listed[host] > 1:
-            text = (
-                f"On {host} all connections of rank {ranks.pop()} use network device "
-                f"{devices.pop()} of {listed[host]}: their rate is that of one adapter."
-            )
-            lines = [use.evidence for use in uses]
-            yield finding_of("one-adapter", Severity.NOTE, text, lines)
-
-
 def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
-    """Report adapters that carry nothing, on a host with a rank for each of them."""
+    """Report adapters that carry nothing, on hosts with a rank for each of them.
+
+    With fewer ranks it is a note, where all their connections use one adapter.
+    """
     listed = listed_adapters(facts)
     # With PXN a line names the adapter of another rank's GPU.
     relayed = {way.communicator for way in facts.transports if way.pxn}
     uses = group_by(facts.nics, lambda use: (use.communicator, use.host))
+    same: dict[tuple[int, tuple[int, ...], int], list[NicUse]] = {}
     for comm in facts.communicators:
         num_local = Counter(member.host for member in comm.members)
         for host, count in num_local.items() if comm.key not in relayed else ():
@@ -466,10 +456,14 @@ def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
             is_shared = len(devices) < len(own)  # nic-imbalance says so
             # A device beyond the list: two ports of an adapter are one name.
             is_known = bool(own) and devices <= adapters
-            if is_known and idle and not is_shared and count >= len(adapters):
-                text = (
-                    f"On {host} {len(idle)} of {listed[host]} network adapters "
-                    f"({comma_list(idle)}) carry nothing in the connections of {count} ranks."
-                )
-                lines = [use.evidence for use in own]
-                yield finding_of("idle-adapters", Severity.WARNING, text, lines)
+            is_expected = count >= len(adapters) or len(devices) == 1
+            if is_known and idle and not is_shared and is_expected:
+                same.setdefault((listed[host], tuple(idle), count), []).extend(own)
+    for (num_listed, idle_devices, count), own in same.items():
+        text = (
+            f"On {comma_list(dict.fromkeys(use.host for use in own))}, {len(idle_devices)} of "
+            f"{num_listed} network adapters ({comma_list(idle_devices)}) carry nothing in "
+            f"the connections of {plural(count, 'rank')}."
+        )
+        severity = Severity.WARNING if count >= num_listed else Severity.NOTE
+        yield finding_of("idle-adapters", severity, text, [use.evidence for use in own])

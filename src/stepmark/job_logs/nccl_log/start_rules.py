@@ -48,8 +48,10 @@ def mixed_versions(facts: LogFacts) -> Iterator[Finding]:
         }
         if len(versions) < 2:
             continue
+        most = max(len(lines.hosts) for lines in versions.values())
         counts = comma_list(
-            f"{value} ({plural(lines.processes, 'process')})"
+            f"{value} ({plural(lines.processes, 'process')}"
+            f"{f' on {comma_list(lines.hosts, most=4)}' if len(lines.hosts) < most else ''})"
             if lines.processes
             else f"{value} ({plural(lines.lines, 'line')})"
             for value, lines in versions.items()
