@@ -67,11 +67,11 @@ def _model_notes(inputs: Inputs) -> Iterator[str]:
             f"{count} {modules} of multi-token prediction, with"
             f" {100 * share:.3g} % of the weights that a token meets: FLOPs and MFU count them"
         )
-    of_file = workload.notes if inputs.times_of_file else read_notes(workload)
+    # Of other rules they are such as the padded vocabulary.
+    is_of_file = inputs.times_of_file or read_notes(workload)
+    origin = "of the file: " if is_of_file else ""
     known = (*assumed, *unmodelled)
-    yield from (f"of the file: {note}" for note in of_file if note not in known)
-    if len(workload.stages) > 1 and not of_file:  # such as the layers of each stage
-        yield from (note for note in workload.notes if note not in known)
+    yield from (f"{origin}{note}" for note in workload.notes if note not in known)
 
 
 def _length_note(model: ModelConfig | None) -> Iterator[str]:
