@@ -67,11 +67,14 @@ def _model_notes(inputs: Inputs) -> Iterator[str]:
             f"{count} {modules} of multi-token prediction, with"
             f" {100 * share:.3g} % of the weights that a token meets: FLOPs and MFU count them"
         )
-    # Of other rules they are such as the padded vocabulary.
-    is_of_file = inputs.times_of_file or read_notes(workload)
-    origin = "of the file: " if is_of_file else ""
+    of_file = workload.notes if inputs.times_of_file else read_notes(workload)
     known = (*assumed, *unmodelled)
-    yield from (f"{origin}{note}" for note in workload.notes if note not in known)
+    yield from (f"of the file: {note}" for note in of_file if note not in known)
+    is_pipeline = len(workload.stages) > 1
+    if not of_file and (is_pipeline or inputs.case is None):
+        # The layers of each stage change the answer, others, such as padding, little.
+        topic = Topic.MODEL if is_pipeline else Topic.ORIGIN
+        yield from noted(topic, (note for note in workload.notes if note not in known))
 
 
 def _length_note(model: ModelConfig | None) -> Iterator[str]:
