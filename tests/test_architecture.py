@@ -48,7 +48,7 @@ MAX_FUNCTION = 60
 # for context parallelism by heads, xIELU's kernels, and what attention's kernels lack; 510 for
 # offloaded activations, 390 for flags of nccl-tests and a compiled loop, 180 for unequal ranks;
 # 65 for a light install, 165 for the answer first, 320 for figures in Python.
-MAX_STATEMENTS = 74_970
+MAX_STATEMENTS = 75_027
 
 # Names that say nothing of what a file holds.
 NAMELESS = {"utils", "util", "common", "helpers", "base", "misc"}
