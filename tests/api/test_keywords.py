@@ -176,6 +176,7 @@ def test_a_number_of_gpus_hints_at_the_keyword_of_the_verb() -> None:
     ("call", "message"),
     [
         (lambda: sm.Model(3), "model 3 is invalid"),
+        (sm.Model, r"Model is invalid: it has the arguments name \(missing"),
         (lambda: sm.read_run(3), "run 3 is invalid: .*; in the folder runs: none"),
         (lambda: sm.read_workload(3), "workload 3 is invalid: it must be a file"),
         (lambda: sm.sweep(3), "3 is invalid"),

@@ -118,10 +118,10 @@ def spells_keywords(function: Callable[P, R]) -> Callable[P, R]:
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            own = signature.parameters.values()
-            names = [each.name for each in own if each.kind is not each.VAR_KEYWORD]
+            names = [word for word in signature.parameters if word not in ("self", "options")]
+            allowed = f"it has the arguments {', '.join(names)} ({error})"
             raise ConfigError(
-                function.__name__, "given", f"it has the arguments {', '.join(names)} ({error})"
+                function.__qualname__.removesuffix(".__init__"), "given", allowed
             ) from None
         try:
             return function(*args, **kwargs)
