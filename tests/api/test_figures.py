@@ -1,5 +1,6 @@
 """Figures are attributes, and plot() draws what the verbs' pages draw."""
 
+import csv
 import json
 import shutil
 import sys
@@ -14,6 +15,7 @@ from tests.cli.process import stepmark
 import stepmark as sm
 from stepmark.api.sweep import _swept as swept
 from stepmark.cases.sweep import split_values
+from stepmark.cli.main import status
 from stepmark.traces.trace_messages_text import slow_rank
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +130,14 @@ def test_figures_of_a_comparison_are_those_of_its_only_other_side() -> None:
     three = sm.compare(*QUEUED)
     assert len(three.overall) == 2
     assert (three.speed, three.verdict) == (None, None)
+
+
+def test_unnamed_launches_of_a_side_have_a_short_name() -> None:
+    own = sm.compare(QUEUED, QUEUED, allow="mbs,dtype")
+    assert own.names == (
+        "h200-x4-comm-queued-1 and 2 more",
+        "h200-x4-comm-queued-1 and 2 more (2)",
+    )
 
 
 def test_a_limit_says_whether_something_is_too_slow() -> None:
@@ -381,5 +391,56 @@ def test_each_row_of_lists_has_its_prediction() -> None:
             row["mbs"],
             row["pp"],
         )
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=r"row 4 is invalid: the number of rows is 4"):
         rows.predict(len(rows))
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tp": 8}, {"pp": 4}, {"pp": 4, "vpp": 2}, {"tp": 2, "pp": 2}]
+)
+def test_python_json_csv_and_text_have_one_ledger(
+    layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = {"framework": "megatron", "nproc": 8, "gbs": 32, "device": "h200", **layout}
+    prediction = sm.predict(MODEL, **job)
+    rows = prediction.rows()
+    assert rows == prediction.document["ledger"]
+    words = [f"--{name}={value}" for name, value in job.items()]
+    files = [tmp_path / "p.json", tmp_path / "p.csv"]
+    words += ["--stages", f"--json={files[0]}", f"--csv={files[1]}"]
+    assert status(["predict", MODEL, *words]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(files[0].read_text())["ledger"] == rows
+    with files[1].open() as file:
+        of_csv = [(row["line"], int(row["time_ns"])) for row in csv.DictReader(file)]
+    assert of_csv == [(row["line"], row["time_ns"]) for row in rows]
+    step = prediction.prediction.step
+    for stage in range(layout.get("pp", 1)):
+        own = [row for row in rows if row["stage"] == stage]
+        assert sum(row["time_ns"] for row in own) == round(prediction.step_s * 1e9)
+        assert all(f"{row['time_ns'] * 1e-6:.3f} " in out for row in own)
+        exposed = sum(r["time_ns"] for r in own if r["group"] == "exposed communication")
+        waiting = sum(r["time_ns"] for r in own if r["line"] == "waiting for other ranks")
+        if stage == step.slowest:
+            assert exposed == round(prediction.exposed_comm_s * 1e9)
+            assert waiting == round((prediction.bubble_s or 0) * 1e9)
+        assert bool(waiting) == ("pp" in layout)
+
+
+def test_figures_of_a_training_run_and_notes_are_those_of_the_document() -> None:
+    job = {"device": "h100-sxm", "nproc": 8, "strategy": "fsdp"}
+    close = sm.predict(MODEL, tokens="15T", price="2/h", **job)
+    assert close.notes == close.document["notes"]
+    assert any("memory may run out" in note for note in close.notes)
+    assert close.cost == pytest.approx(2 * (close.gpu_hours or 0))
+    assert close.gpu_hours == pytest.approx(8 * 24 * (close.days or 0))
+    assert sm.predict(MODEL, **job).days is None
+
+
+def test_rows_that_are_not_there_are_named() -> None:
+    plan = sm.plan(MODEL, gpus=16, gbs=64, device="h200")
+    for call in (plan.predict, plan.__getitem__):
+        with pytest.raises(IndexError, match=f"row 500 is invalid: .* is {len(plan)}"):
+            call(500)
+    with pytest.raises(IndexError, match="row 1 is invalid: the number of rows is 1"):
+        plan.plot(1)

@@ -1,6 +1,7 @@
 """Keyword arguments are the options of the command line."""
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -169,3 +170,40 @@ def test_a_number_of_gpus_hints_at_the_keyword_of_the_verb() -> None:
         sm.predict("gpt2-1.5b", gpus=8, device="h200")
     with pytest.raises(ConfigError, match="did you mean gpus"):
         sm.plan("gpt2-1.5b", world_size=8, gbs=64, device="h200")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sm.Model(3), "model 3 is invalid"),
+        (sm.Model, r"Model is invalid: it has the arguments name \(missing"),
+        (lambda: sm.read_run(3), "run 3 is invalid: .*; in the folder runs: none"),
+        (lambda: sm.read_workload(3), "workload 3 is invalid: it must be a file"),
+        (lambda: sm.sweep(3), "3 is invalid"),
+        (lambda: sm.read_run("a", run="b"), "read_run is invalid: .* run, runs .multiple val"),
+        (sm.plan, r"plan is invalid: it has the arguments model \(missing"),
+        (lambda: sm.read_trace("a", rank=0), r"did you mean ranks\?"),
+        (lambda: sm.plan("gpt2", nproc=8), r"did you mean gpus\?"),
+        (lambda: predict(fp8=True), r'did you mean precision="fp8"\?'),
+        (lambda: predict(stages=True), r"show\(stages=True\)"),
+        (lambda: predict(notes=True), r"show\(notes=True\)"),
+        (
+            lambda: predict(what_if=["link=2x", "link=4x"]),
+            "link, predict the step once for each",
+        ),
+        (lambda: predict(sequence_parallel=[True, False]), "call the function once for each"),
+        (lambda: predict(nproc=3, tp=2), "nproc 3 is invalid: it must be a multiple"),
+        (lambda: predict(gbs=1), "gbs 1 is invalid: it must be a multiple"),
+        (lambda: predict(device=["h100", "h100-sxm"]), "it is the same as h100"),
+        (lambda: predict(device="h1000"), "b200, .* h100, h800, h200, a100"),
+        (lambda: predict(network=["dgx-h100", "hgx-h100"]), "it is the same as dgx-h100"),
+    ],
+)
+def test_messages_say_what_to_do_instead(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(sm.ConfigError, match=message):
+        call()
+
+
+def predict(**options: object) -> object:
+    job = {"framework": "megatron", "nproc": 8, "device": "h200", **options}
+    return sm.predict("gpt2-125m", **job)

@@ -138,3 +138,18 @@ def test_more_stages_than_layers_are_refused_with_the_largest_number() -> None:
         sm.ConfigError, match="at most 34 with vpp 1: 32 layers, embedding, head"
     ):
         sm.predict("llama-3.1-8b", **job, pp=64)
+
+
+def test_notes_say_what_is_padded_and_assumed() -> None:
+    """Without a pipeline, too, the weights have the padding of the workload."""
+    job = {"framework": "megatron", "device": "h200", "tp": 8}
+    [padded] = [
+        note
+        for note in sm.workload("llama-3.1-70b", framework="megatron", tp=8).notes
+        if "padded" in note
+    ]
+    prediction = sm.predict("llama-3.1-70b", nproc=8, **job)
+    assert padded in prediction.notes
+    assert not any("--nproc" in note for note in prediction.notes)
+    assumed = "product of the axes, because --nproc is not given: 8"
+    assert any(note.endswith(assumed) for note in sm.predict("llama-3.1-70b", **job).notes)

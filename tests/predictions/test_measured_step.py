@@ -166,3 +166,15 @@ def test_the_page_has_the_measured_step_and_the_run(
     assert "longer than predicted" in text
     assert "palm-all" in text
     assert "15T tokens in " in text
+
+
+def test_a_part_that_bounds_the_step_when_slow_needs_two_predictions() -> None:
+    """A prediction with a slow host takes seconds."""
+    factors = []
+
+    def step_s(factor: float) -> float:
+        factors.append(factor)
+        return max(31.8, 4.0 / factor)
+
+    assert factor_for(step_s, 33.0) == pytest.approx(4 / 33, rel=CLOSE)
+    assert sum(step_s(factor) > 31.8 for factor in [*factors]) == 2

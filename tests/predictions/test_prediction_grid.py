@@ -211,3 +211,26 @@ def test_the_same_in_python() -> None:
     assert len(sm.predict(workload, device=["h100-sxm", "b200"])) == 2
     with pytest.raises(sm.ConfigError, match="left out with lists"):
         sm.predict("llama-3.1-8b", nproc=16, device="h200", tp=[1, 2], measured="2s")
+
+
+def test_a_list_gives_a_table_whose_columns_are_keywords() -> None:
+    job = {"framework": "megatron", "nproc": 8, "gbs": 32, "device": "h200", "pp": 4}
+    for vpp in ([1, 2], [2], [2, 2]):
+        rows = sm.predict("llama-3.1-8b", vpp=vpp, **job)
+        assert isinstance(rows, sm.Predictions)
+        assert {row["vpp"] for row in rows} == {*vpp}
+        assert rows.document["rows"] == tuple(rows)
+    refused = sm.predict("llama-3.1-8b", **{**job, "gbs": [3, 32]}).refused
+    assert [row["reason"].partition(" is ")[0] for row in refused] == ["gbs 3"]
+
+
+def test_the_figure_has_a_bar_for_each_combination() -> None:
+    rows = sm.predict("llama-3.1-8b", nproc=8, device=["h100-sxm", "h200"], mbs=[1, 2])
+    bars = {
+        place: rate
+        for series in rows.plot().data
+        for place, rate in zip(series.y, series.x, strict=True)
+    }
+    assert bars == {
+        f"device {row['device']}, mbs {row['mbs']}": row["tokens_per_s_gpu"] for row in rows
+    }

@@ -411,7 +411,7 @@ def test_find_run(tmp_path: Path) -> None:
     for name in ("20261120", "x", "", "no-run"):
         with pytest.raises(ConfigError, match="run"):
             reader.find_run(tmp_path, name)
-    with pytest.raises(ConfigError, match="none in"):
+    with pytest.raises(ConfigError, match=r"in the folder .*absent: none"):
         reader.find_run(tmp_path / "absent", "latest")
 
 

@@ -6,10 +6,10 @@ import inspect
 import keyword
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from numbers import Number
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeGuard, TypeVar
 
 from stepmark.comparison.sweep_options import SweepOptions
 from stepmark.ground.errors import ConfigError
@@ -29,8 +29,19 @@ _ONLY_PRINTED = {
     *("stages", "notes", "pipeline_stage", "average", "report_cputime", "report_timestamps"),
     *("memory", "emit_tuner", "tuner_plugin"),
 }
-# Words of other tools.
-_OTHER_NAMES = dict.fromkeys(("gpus", "num_gpus", "ngpus", "world_size"), ("nproc", "gpus"))
+_HINTS = {
+    "dry_run": "it is for the command line: stepmark VERB --dry-run lists what would run",
+    **{
+        name: f"it is an argument of show() of the object that is returned: show({name}=True)"
+        for name in ("stages", "notes", "details")
+    },
+}
+# Words of other tools and functions, each with what is meant.
+_OTHER_NAMES = {
+    **dict.fromkeys(("gpus", "num_gpus", "ngpus", "world_size", "nproc"), ("nproc", "gpus")),
+    "rank": ("ranks",),
+    "fp8": ('precision="fp8"',),
+}
 # A flag in a sentence, but none of a command that the sentence quotes.
 _FLAG = re.compile(r"`[^`]*`|\bstepmark [a-zA-Z][^;,]*|(?<![\w-])--([a-z][a-z0-9-]*)")
 
@@ -100,18 +111,33 @@ def describe(cls: type) -> list[Row]:
 def spells_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Make a function name flags in a ConfigError as keywords: world_size."""
 
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            names = [word for word in signature.parameters if word not in ("self", "options")]
+            allowed = f"it has the arguments {', '.join(names)} ({error})"
+            raise ConfigError(
+                function.__qualname__.removesuffix(".__init__"), "given", allowed
+            ) from None
+        try:
             return function(*args, **kwargs)
         except ConfigError as error:
-            field = error.field
-            if re.fullmatch("-{0,2}[a-z][a-z0-9-]*", field):
-                field = keyword_of(field.lstrip("-"))
-            allowed = _FLAG.sub(lambda m: keyword_of(m[1]) if m[1] else m[0], error.allowed)
-            raise ConfigError(field, error.value, allowed) from error.__cause__
+            raise in_keywords(error) from error.__cause__
 
     return call
+
+
+def in_keywords(error: ConfigError) -> ConfigError:
+    """Return the error with flags named as keywords: world_size."""
+    field = error.field
+    if re.fullmatch("-{0,2}[a-z][a-z0-9-]*", field):
+        field = keyword_of(field.lstrip("-"))
+    allowed = _FLAG.sub(lambda m: keyword_of(m[1]) if m[1] else m[0], error.allowed)
+    return ConfigError(field, error.value, allowed)
 
 
 def with_options(function: Callable[..., object], cls: type) -> inspect.Signature:
@@ -160,13 +186,11 @@ def _is_printed(cls: type, name: str) -> bool:
 
 
 def _hint(name: str, names: Mapping[str, Option], *, is_printed: bool) -> str:
-    if name == "dry_run":
-        return (
-            "it is for the command line: stepmark VERB --dry-run lists what would be measured"
-        )
-    if is_printed:
+    if name in _HINTS:
+        return _HINTS[name]
+    others = [word for word in _OTHER_NAMES.get(name, ()) if word.partition("=")[0] in names]
+    if is_printed and not others:
         return "it is for the command line; the object that is returned has rows() and show()"
-    others = [word for word in _OTHER_NAMES.get(name, ()) if word in names]
     near = others or difflib.get_close_matches(name, names, 3, 0.6)
     if near:
         return f"it is no keyword here; did you mean {' or '.join(near)}?"
@@ -179,19 +203,25 @@ def _text_of(option: Option, name: str, value: object) -> object:
         return None
     if option.is_switch:
         if not isinstance(value, bool):
-            raise ConfigError(dashed(name), repr(value), "True or False")
+            once = "; call the function once for each" if is_list(value) else ""
+            raise ConfigError(dashed(name), repr(value), f"True or False{once}")
         return value
     if isinstance(value, bool):
         raise ConfigError(dashed(name), repr(value), f"a value ({option.metavar}), no switch")
     if hasattr(value, "tolist"):  # arrays of numpy, columns of pandas
         value = value.tolist()
-    items = value if isinstance(value, list | tuple | range) else [value]
+    items = value if is_list(value) else [value]
     for item in items:
         if not isinstance(item, str | Number | Enum | os.PathLike | list | tuple):
             allowed = f"text, a number or a path, or a list of these, not {type(item).__name__}"
             raise ConfigError(dashed(name), repr(item), allowed)
     texts = [text(item) for item in items]
     return texts if option.is_list else ",".join(texts)
+
+
+def is_list(value: object) -> TypeGuard[Iterable[object]]:
+    """Return whether a value is a list of values: also arrays of numpy, columns of pandas."""
+    return isinstance(value, list | tuple | range) or getattr(value, "ndim", 0) > 0
 
 
 def text(value: object) -> str:

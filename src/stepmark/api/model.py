@@ -2,7 +2,7 @@
 
 import os
 
-from stepmark.api.keywords import spells_keywords
+from stepmark.api.keywords import spells_keywords, text
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import ModelConfig
 from stepmark.workloads.models import read_models
@@ -22,7 +22,7 @@ class Model:
 
         Raises ConfigError for an unknown name, with similar ones.
         """
-        self.source = os.fspath(name)  # as other functions take it
+        self.source = text(name)  # as other functions take it
         models = read_models(self.source)
         if len(models) != 1:
             raise ConfigError("model", self.source, f"one model, not {len(models)}")

@@ -54,11 +54,13 @@ class Plan(Table):
     @spells_keywords
     def predict(self, number: int = 0) -> Prediction:
         """Predict the layout of a row. Raises IndexError where there is no such row."""
+        self[number]  # an IndexError with the number of rows
         search, place = self._places[number]
         return Prediction(of_job(search.job(place)))
 
     def plot(self, number: int = 0) -> Any:
         """Return a plotly figure: time and memory of layouts; number: place of `best`."""
+        Table(self.best)[number]
         return to_plotly(plan_page.scatter(self._searches[number]))
 
     def show(self) -> None:

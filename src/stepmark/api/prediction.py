@@ -3,10 +3,18 @@
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import overload
+from typing import Any, overload
 
-from stepmark.api.keywords import as_typed, names_of, spells_keywords, text, with_options
-from stepmark.api.ledger import Ledger
+from stepmark.api.keywords import (
+    as_typed,
+    in_keywords,
+    is_list,
+    names_of,
+    spells_keywords,
+    text,
+    with_options,
+)
+from stepmark.api.ledger import Ledger, to_plotly
 from stepmark.api.model import Model
 from stepmark.api.workload import Workload
 from stepmark.framework_files import configuration
@@ -31,23 +39,23 @@ class Prediction(Table):
     where no errors are known. tokens_per_s, tokens_per_s_gpu: tokens per second of all GPUs and
     of one. mfu_pct, hfu_pct: model and hardware FLOPs utilization (causal) in percent.
     exposed_comm_s, bubble_s: seconds of communication that nothing hides, and of the pipeline's
-    bubble. ledger: the lines as a table with plot(); where stages wait for others, waiting is a
-    line, and the rest of exposed communication another. memory: of a rank, None where it is
-    unknown: allocated_bytes, reserved_bytes, device_bytes, verdict, and fits: True, False, or
-    None where it is close. notes: how far it is to be trusted. document: everything, as
-    `stepmark predict --json` writes it. prediction: with the simulated step, whose
-    `step.timeline()` has every operation, and the sources of the costs.
+    bubble. days, gpu_hours, cost: of the training run of tokens and price, else None. ledger:
+    the lines as a table with plot(); where stages wait for others, waiting is a line, and the
+    rest of exposed communication another. memory: of a rank, None where it is unknown:
+    allocated_bytes, reserved_bytes, device_bytes, verdict, and fits: True, False, or None where
+    it is close. notes: how far it is to be trusted. document: everything, as `stepmark predict
+    --json` writes it. prediction: with the simulated step, whose `step.timeline()` has every
+    operation, and the sources of the costs.
     """
 
     def __init__(self, prediction: core.Prediction) -> None:
         """Keep a prediction."""
-        rows = core.ledger_rows(map(core.with_waiting, prediction.step.ledgers))
-        super().__init__(rows, prediction_text.LEDGER_COLUMNS)
+        self.document = prediction.document()
+        super().__init__(self.document["ledger"], prediction_text.LEDGER_COLUMNS)
         self.step_s = prediction.step_s
         self.is_lower_bound = prediction.is_lower_bound
         self.memory = prediction.memory
-        self.notes = list(prediction.notes)
-        self.document = prediction.document()
+        self.notes: list[str] = self.document["notes"]
         interval = prediction.interval
         self.interval = interval if interval and interval.is_known else None
         self.tokens_per_s: float | None = self.document["tokens_per_s"]
@@ -56,6 +64,9 @@ class Prediction(Table):
         self.hfu_pct: float | None = self.document["hfu_pct"]
         self.exposed_comm_s: float = self.document["exposed_comm_s"]
         self.bubble_s: float | None = self.document["bubble_s"]
+        self.days: float | None = self.document["days"]
+        self.gpu_hours: float | None = self.document["gpu_hours"]
+        self.cost: float | None = self.document["cost"]
         figure = ledger_page.stages(prediction.step.ledgers)
         self.ledger = Ledger(self.rows(), prediction_text.LEDGER_COLUMNS, figure)
         self.prediction = prediction
@@ -87,7 +98,7 @@ class Predictions(Table):
     The best is first: by whether its memory fits, then by tokens/s of a GPU, or with prices of
     several devices by cost. best: the first row; None where none fits. refused: combinations
     that no step can have, with the reason. notes: how far rows are to be trusted, each with
-    the number of rows.
+    the number of rows. document: everything, as `stepmark predict --json` writes it.
     """
 
     def __init__(self, grid: PredictionGrid, workload: Program | None = None) -> None:
@@ -96,13 +107,19 @@ class Predictions(Table):
         self.best = grid.best
         self.refused = Table(grid.refused)
         self.notes = grid.notes
+        self.document = grid.document()
         self._grid = grid
         self._workload = workload
 
     @spells_keywords
     def predict(self, number: int = 0) -> Prediction:
         """Predict the combination of a row. Raises IndexError where there is no such row."""
+        self[number]  # an IndexError with the number of rows
         return Prediction(of_job(self._grid.jobs[number], self._workload))
+
+    def plot(self) -> Any:
+        """Return a plotly figure: tokens/s of a GPU, else the step, of each combination."""
+        return to_plotly(prediction_grid.figure(self._grid))
 
     def show(self) -> None:
         """Print what `stepmark predict` prints."""
@@ -140,7 +157,10 @@ def predict(
     apply; None: the step that `stepmark train` runs. options: those of `stepmark predict`, e.g.
     device="h200", nproc=8, strategy="fsdp", mbs=2; `options("predict", framework)` lists them.
     Of options with lists, such as tp=[2, 4, 8], each combination is predicted: the result is
-    Predictions. Raises ConfigError.
+    Predictions, also of a list of one. Lists are for device, host, network, nproc, strategy,
+    tp, pp, cp, ep, dp_shard, dp_replicate, mbs, gbs, grad_accum, seq_len, precision, ac,
+    pp_schedule, pp_microbatches, and of a framework vpp, stage and recompute_...; what_if,
+    switches and others have one value of each call. Raises ConfigError.
     """
     workload = what.program if isinstance(what, Workload) else None
     words = [] if what is None or workload else [what]
@@ -149,11 +169,13 @@ def predict(
             raise ConfigError("framework", framework, "left out: the workload has its rules")
         options = {"framework": framework, **options}
     cls = _options_class(words, options)
-    for name in options.keys() - names_of(cls).keys():
+    names = names_of(cls)
+    for name in options.keys() - names.keys():
         workload_flags.refuse_other_framework(name)
-    grid = read_grid(cls, as_typed(cls, words, options), LISTED)
+    lists = {names[name].name for name, value in options.items() if is_list(value)}
+    grid = read_grid(cls, as_typed(cls, words, options), LISTED, lists)
     if grid.axes:
-        return Predictions(prediction_grid.predict_grid(grid, workload=workload), workload)
+        return Predictions(prediction_grid.predict_grid(grid, in_keywords, workload), workload)
     return Prediction(of_job(grid.options, workload))
 
 

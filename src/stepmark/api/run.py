@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.keywords import read, spells_keywords, text
 from stepmark.api.step import Step, steps_of
 from stepmark.api.workload import Workload, in_files
 from stepmark.cases.case import OpCase
@@ -171,7 +171,7 @@ def read_run(
 
     runs: the folder that holds them. Raises ConfigError where there is none.
     """
-    return Run(find_run(Path(runs), os.fspath(run)))
+    return Run(find_run(Path(text(runs)), text(run)))
 
 
 @spells_keywords

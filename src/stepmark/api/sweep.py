@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stepmark.api.comparison import Comparison
-from stepmark.api.keywords import read, spells_keywords, text
+from stepmark.api.keywords import is_list, read, spells_keywords, text
 from stepmark.comparison import recommendation, sweep_results
 from stepmark.comparison import sweep as core
 from stepmark.comparison.sweep_options import SweepOptions
@@ -59,7 +59,7 @@ def sweep(command: str | Sequence[str] = (), **options: object) -> Sweep:
     resume="ID" continues a sweep. Settings that fail are in `failed`. Raises ConfigError for
     bad options, StepmarkError where fewer than two settings were measured.
     """
-    words = shlex.split(command) if isinstance(command, str) else list(command)
+    words = list(command) if is_list(command) else shlex.split(text(command))
     given = {name: _swept(value) for name, value in options.items()}
     own = read(SweepOptions, words, given)
     core.refuse_ranks(os.environ)

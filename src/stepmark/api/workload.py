@@ -174,7 +174,7 @@ def read_workload(
 
     group_sizes, world_size: facts that files of AICB and of SimAI lack.
     """
-    return Workload(workload_files.read(os.fspath(file), group_sizes, world_size))
+    return Workload(workload_files.read(text(file), group_sizes, world_size))
 
 
 @contextlib.contextmanager

@@ -201,7 +201,8 @@ def _stem(path: Path) -> str:
 def _sides_of(
     name: str, word: str, sources: Sequence[_Source], defaults: InputDefaults
 ) -> list[Side]:
-    default_name = name or (sources[0].name if len(sources) == 1 else word)
+    several = f"{sources[0].name} and {len(sources) - 1} more" if "," in word else word
+    default_name = name or (sources[0].name if len(sources) == 1 else several)
     sides = []
     for column in dict.fromkeys(column for source in sources for column in source.columns):
         side_name = f"{name} {column}".strip() if column else default_name
@@ -333,10 +334,11 @@ def _collective(text: str | None) -> str | None:
 
 
 def _allowed(names: Sequence[str], force: bool) -> tuple[str, ...]:
-    for name in names:
+    fields = tuple(",".join(names).split(",")) if names else ()
+    for name in fields:
         if name not in STRICT:
             raise not_one_of("allow", name, STRICT)
-    return STRICT if force else tuple(names)
+    return STRICT if force else fields
 
 
 def _baseline_first(sides: list[Side], name: str | None) -> list[Side]:

@@ -25,6 +25,11 @@ class Axis:
         long = (word for word in self.option.words if word.startswith("--"))
         return min(long, key=len).removeprefix("--")
 
+    @property
+    def name(self) -> str:
+        """Return the name of its column: the title, as a keyword."""
+        return self.title.replace("-", "_")
+
     def plain(self, value: Any) -> int | str:
         """Return a value as a row has it: a whole number, or the text that was typed."""
         text = self.option.reader.show(value)
@@ -50,18 +55,24 @@ class Grid(Generic[T_co]):
         names = [axis.option.name for axis in self.axes]
         for values in itertools.product(*(axis.values for axis in self.axes)):
             place = {
-                axis.option.name: axis.plain(value)
+                axis.name: axis.plain(value)
                 for axis, value in zip(self.axes, values, strict=True)
             }
             changes: dict[str, Any] = dict(zip(names, values, strict=True))
             yield place, dataclasses.replace(self.options, **changes)  # type: ignore[type-var]
 
 
-def read_grid(cls: type[T], arguments: Mapping[str, object], names: Collection[str]) -> Grid[T]:
+def read_grid(
+    cls: type[T],
+    arguments: Mapping[str, object],
+    names: Collection[str],
+    lists: Collection[str] = (),
+) -> Grid[T]:
     """Return the options of a command line's arguments, see `build`.
 
-    names: of the options whose values may be a list with commas between them. Raises
-    ConfigError for a value that cannot be read, wherever it is in a list.
+    names: of the options whose values may be a list with commas between them. lists: those of
+    which one value is a list, too. Raises ConfigError for a value that cannot be read, wherever
+    it is in a list.
     """
     axes = []
     first = dict(arguments)
@@ -71,7 +82,7 @@ def read_grid(cls: type[T], arguments: Mapping[str, object], names: Collection[s
             continue
         values = tuple(dict.fromkeys(_values(option, text)))
         first[option.name] = option.reader.show(values[0])
-        if len(values) > 1:
+        if len(values) > 1 or option.name in lists:
             axes.append(Axis(option, values))
     return Grid(build(cls, first), tuple(axes))
 

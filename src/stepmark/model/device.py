@@ -154,7 +154,7 @@ def unknown_device(
     """Return the error of a device that nobody knows. others: more names that are valid."""
     devices = load_devices()
     aliases = (alias for device in devices.values() for alias in device.aliases)
-    return not_one_of(field, name, (*others, *devices), note, aliases)
+    return not_one_of(field, name, (*others, *devices, *aliases), note)
 
 
 def parse_devices(text: str) -> dict[str, DeviceSpec]:

@@ -120,7 +120,7 @@ def find_system(name: str) -> NamedSystem:
     if name.endswith(".toml") or Path(name).is_file():
         return NamedSystem(system=_read(name), name=name)
     others = [alias for system in load_systems().values() for alias in system.aliases]
-    raise not_one_of("network", name, [*load_systems()], " or a TOML file", others)
+    raise not_one_of("network", name, [*load_systems(), *others], " or a TOML file")
 
 
 def _read(name: str) -> System:

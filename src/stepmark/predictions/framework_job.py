@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from stepmark.framework_files import configuration
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import flag
 from stepmark.model.network_options import NetworkOptions
+from stepmark.predictions.note import Note, Topic
 from stepmark.predictions.predict_options import Basis, PredictionFiles, PredictOptions
 from stepmark.step.workload import Workload
 from stepmark.workloads import workload_flags
@@ -71,11 +72,17 @@ def named_files(job: FrameworkJob) -> tuple[list[str], list[str]]:
     return names, files
 
 
-def file_notes(job: FrameworkJob) -> tuple[str, ...]:
-    """Return the notes on the keys of the framework's file. Raises ConfigError."""
-    return tuple(
-        note for name in named_files(job)[1] for note in configuration.read(name).notes
-    )
+def notes_of_job(job: FrameworkJob, num_ranks: int) -> Iterator[str]:
+    """Yield that nothing states the ranks, and notes on the keys of the framework's file.
+
+    Raises ConfigError.
+    """
+    files = [configuration.read(name) for name in named_files(job)[1]]
+    of_files = [file.options.get("world_size") for file in files]
+    if not any((job.nproc, job.world_size, job.dp_shard, job.dp_replicate, *of_files)):
+        text = "the number of ranks is the product of the axes, because --nproc is not given"
+        yield Note.of(Topic.OPTIONS, f"{text}: {num_ranks}")
+    yield from (note for file in files for note in file.notes)
 
 
 def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
@@ -92,7 +99,12 @@ def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
     values = _values(job, cls)
     values |= {"model": "".join(names) or None, "world_size": job.world_size or job.nproc}
     values["config"] = "".join(files) or None
-    return make(find_rule(framework), tuple(values.items()))
+    try:
+        return make(find_rule(framework), tuple(values.items()))
+    except ConfigError as error:
+        if error.field == "world-size" and not job.world_size:
+            raise ConfigError("nproc", error.value, error.allowed) from error.__cause__
+        raise
 
 
 def basis_of(job: FrameworkJob) -> PredictOptions:

@@ -223,6 +223,10 @@ def factor_for(step_s: Callable[[float], float], measured_s: float) -> float | N
             return None
         first, gap = second, next_gap
         second = second * 4 if gap < 0 else second / 4
+    if next_gap > 0:
+        # So is this, and the root itself where this part alone bounds the step.
+        second *= measured_s / (measured_s + next_gap)
+        next_gap = gap_s(second)
     slowdown = _root(gap_s, (first, gap), (second, next_gap), CLOSE * measured_s)
     return None if slowdown is None else 1 / slowdown
 

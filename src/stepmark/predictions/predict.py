@@ -82,7 +82,8 @@ def of_job(
     with Waiting("generating the workload"):
         workload = framework_job.workload_of(job, make)
     prediction = _predicted(framework_job.basis_of(job), workload, anchored)
-    return replace(prediction, notes=(*prediction.notes, *framework_job.file_notes(job)))
+    more = framework_job.notes_of_job(job, workload.world_size)
+    return replace(prediction, notes=(*prediction.notes, *more))
 
 
 def _predicted(

@@ -38,6 +38,8 @@ def _read_what_if(text: str, field: str) -> tuple[tuple[str, float], ...]:
             allowed = (
                 "changes such as link=2x,hbm=1.5x,flops=2x,power=1000W, above 0, each once"
             )
+            if name in changes:
+                allowed += f"; for several values of {name}, predict the step once for each"
             raise ConfigError(field, word, allowed)
         changes[name] = float(number)
     if not changes:

@@ -169,14 +169,10 @@ class Prediction:
             verdict = memory.CLOSE
         return replace(estimated, verdict=verdict)
 
-    def part_rows(self) -> list[Row]:
-        """Return parts of lines by stage, such as the waiting in exposed communication."""
-        return [
-            {"stage": stage, "part": name, "time_ns": time_ns}
-            for stage, ledger in enumerate(self.step.ledgers)
-            for name, time_ns in ledger.within.items()
-            if time_ns
-        ]
+    @cached_property
+    def ledgers(self) -> tuple[Ledger, ...]:
+        """The ledger of each pipeline stage, with waiting as a line of its own."""
+        return tuple(map(with_waiting, self.step.ledgers))
 
     @property
     def all_notes(self) -> tuple[str, ...]:
@@ -199,8 +195,8 @@ class Prediction:
             "memory": self.memory and asdict(self.memory),
             "measured": self.measured and self._measured_document(self.measured),
             "sources_s": {str(source): time_s for source, time_s in self.sources.items()},
-            "ledger": ledger_rows(self.step.ledgers),
-            "ledger_parts": self.part_rows(),
+            "ledger": ledger_rows(self.ledgers),
+            "ledger_parts": part_rows(self.ledgers),
             "notes": [*self.all_notes],
         }
 
@@ -318,6 +314,16 @@ def ledger_rows(ledgers: Iterable[Ledger]) -> list[Row]:
     ]
 
 
+def part_rows(ledgers: Iterable[Ledger]) -> list[Row]:
+    """Return parts of lines by stage, such as the contention in compute."""
+    return [
+        {"stage": stage, "part": name, "time_ns": time_ns}
+        for stage, ledger in enumerate(ledgers)
+        for name, time_ns in ledger.within.items()
+        if time_ns
+    ]
+
+
 def with_waiting(own: Ledger) -> Ledger:
     """Return a ledger with waiting as a line of its own, as the answer has the bubble.
 
@@ -329,7 +335,8 @@ def with_waiting(own: Ledger) -> Ledger:
     lines = {line: time_ns for line, time_ns in own.lines.items() if line[0] is not Group.COMM}
     lines[Group.COMM, COMMUNICATION] = own.total(Group.COMM) - waiting_ns
     lines[Group.IDLE, WAITING] = waiting_ns
-    return Ledger(window_ns=own.window_ns, lines=lines)
+    within = {name: time_ns for name, time_ns in own.within.items() if name != WAITING}
+    return Ledger(window_ns=own.window_ns, lines=lines, within=within)
 
 
 def ledgers_of(document: Mapping[str, Any]) -> tuple[Ledger, ...]:

@@ -25,6 +25,8 @@ from stepmark.predictions.training_run import show_tokens
 from stepmark.step.workload import Workload
 from stepmark.store.view import print_text
 from stepmark.tables.columns import COUNT, NUMBER, PERCENT, TEXT, Column, given
+from stepmark.tables.figures import Axis as FigureAxis
+from stepmark.tables.figures import Figure, Kind, Series
 from stepmark.tables.table import Table
 
 Spell = Callable[[ConfigError], ConfigError]
@@ -82,7 +84,7 @@ class PredictionGrid:
 
     def place(self, row: Row) -> str:
         """Return the combination of a row, as words."""
-        return ", ".join(f"{axis.title} {row[axis.option.name]}" for axis in self.axes)
+        return ", ".join(f"{axis.title} {row[axis.name]}" for axis in self.axes)
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -100,7 +102,7 @@ class PredictionGrid:
 
 
 def _axis_column(axis: Axis, rows: Sequence[Row]) -> Column[Row]:
-    name = axis.option.name
+    name = axis.name
     is_number = all(isinstance(row[name], int) for row in rows)
     return given(name, COUNT if is_number else TEXT, axis.title)
 
@@ -209,17 +211,26 @@ def _check(grid: Grid[Job]) -> None:
     if "-" in grid.options.models:
         raise ConfigError("workload", "-", "a file: each prediction reads it")
     for axis in grid.axes:
-        for value in axis.values if axis.option.name in _CHECKS else ():
-            _CHECKS[axis.option.name](value)
+        name = axis.option.name
+        firsts: dict[str, str] = {}
+        for value in axis.values if name in _KEYS else ():
+            first = firsts.setdefault(_KEYS[name](value), value)
+            if first != value:
+                raise ConfigError(name, value, f"left out: it is the same as {first}")
 
 
-def _check_device(name: str) -> None:
-    if name not in ("cpu", "cuda") and find_device_by_alias(name) is None:
+def _device_key(name: str) -> str:
+    device = find_device_by_alias(name)
+    if device is None and name not in ("cpu", "cuda"):
         raise unknown_device(name)
+    return device.key if device else name
 
 
-# Names that no combination makes valid, by option.
-_CHECKS: dict[str, Callable[[str], object]] = {"device": _check_device, "network": find_system}
+# The one name of what has several, by option. Raise ConfigError for one that nothing has.
+_KEYS: dict[str, Callable[[str], str]] = {
+    "device": _device_key,
+    "network": lambda name: find_system(name).name,
+}
 
 
 def row_of(document: Mapping[str, Any]) -> Row:
@@ -278,17 +289,40 @@ def _answer(grid: PredictionGrid) -> str:
         return f"{least['name']}: {text}"
     fits = {"fits": " that fits", "close": " that may fit (its memory is close)"}
     rank = "cheapest" if grid.is_by_cost else "fastest per GPU"
-    figures = [f"step {step_text(best)}"]
-    if best["tokens_per_s_gpu"]:
-        figures += [f"{best['tokens_per_s_gpu']:,.0f} tokens/s/GPU"]
-    if best["mfu_pct"] is not None:
-        figures += [f"{best['mfu_pct']:.1f} % MFU (causal)"]
-    if best["days"] is not None:
-        figures += [f"{best['days']:,.1f} days"]
-    if best["cost"] is not None:
-        figures += [f"cost {best['cost']:,.0f}"]
+    forms = {
+        "tokens_per_s_gpu": "{:,.0f} tokens/s/GPU",
+        "mfu_pct": "{:.1f} % MFU (causal)",
+        "days": "{:,.1f} days",
+        "cost": "cost {:,.0f}",
+    }
+    known = (form.format(best[name]) for name, form in forms.items() if best[name] is not None)
+    figures = [f"step {step_text(best)}", *known]
     head = f"{best['name']}: {rank}{fits.get(best['verdict'], '')} of {count}"
     return f"{head}: {grid.place(best)}: {', '.join(figures)}"
+
+
+def figure(grid: PredictionGrid) -> Figure:
+    """Return a bar per combination: tokens/s of a GPU, or the step without tokens."""
+    has_tokens = all(row["tokens_per_s_gpu"] for row in grid.rows)
+    name, title = ("tokens_per_s_gpu", "tokens/s/GPU") if has_tokens else ("step_s", "step (s)")
+    places = [grid.place(row) for row in grid.rows]
+    by_verdict = group_by(zip(places, grid.rows, strict=True), lambda own: own[1]["verdict"])
+    return Figure(
+        title="Predicted steps",
+        note="The best is the first; colours tell whether the memory fits.",
+        x=FigureAxis(title=title, has_zero=True),
+        y=FigureAxis(categories=places),
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=str(verdict),
+                x=[row[name] for _, row in own],
+                y=[place for place, _ in own],
+            )
+            for verdict, own in by_verdict.items()
+        ],
+        height=160 + 24 * len(places),
+    )
 
 
 def _common(rows: Sequence[Row]) -> Iterator[str]:

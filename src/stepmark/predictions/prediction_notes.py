@@ -70,8 +70,11 @@ def _model_notes(inputs: Inputs) -> Iterator[str]:
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)
     known = (*assumed, *unmodelled)
     yield from (f"of the file: {note}" for note in of_file if note not in known)
-    if len(workload.stages) > 1 and not of_file:  # such as the layers of each stage
-        yield from (note for note in workload.notes if note not in known)
+    is_pipeline = len(workload.stages) > 1
+    if not of_file and (is_pipeline or inputs.case is None):
+        # The layers of each stage change the answer, others, such as padding, little.
+        topic = Topic.MODEL if is_pipeline else Topic.ORIGIN
+        yield from noted(topic, (note for note in workload.notes if note not in known))
 
 
 def _length_note(model: ModelConfig | None) -> Iterator[str]:

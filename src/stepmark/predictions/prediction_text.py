@@ -9,8 +9,7 @@ from stepmark.model.model_tables import params_text
 from stepmark.predictions import measured_step
 from stepmark.predictions.interval import Interval
 from stepmark.predictions.note import MOST_NOTES, note_lines, topic_of
-from stepmark.predictions.prediction import HOST, Prediction, with_waiting
-from stepmark.predictions.simulation import SteadyStep
+from stepmark.predictions.prediction import HOST, Prediction
 from stepmark.predictions.training_run import run_text
 from stepmark.tables.columns import BYTES, MS, NO_HEADING, PERCENT, digits, given
 from stepmark.tables.table import Table
@@ -53,7 +52,7 @@ def lines(
     if document["measured"]:
         yield from measured_step.lines(document["measured"])
     yield ""
-    yield from _slowest_stage(prediction.step)
+    yield from _slowest_stage(prediction.ledgers, prediction.step.slowest)
     if all_stages:
         yield from ("", *ledger_lines(document))
     if "memory" in pairs:
@@ -159,16 +158,15 @@ def in_width(line: str, indent: str) -> Iterator[str]:
     yield line
 
 
-def _slowest_stage(step: SteadyStep) -> Iterator[str]:
+def _slowest_stage(ledgers: Sequence[Ledger], place: int) -> Iterator[str]:
     """Yield the ledger of the stage that the figures are of, and which stages are alike."""
-    slowest = with_waiting(step.ledger)
+    slowest = ledgers[place]
     where = ""
-    if len(step.ledgers) > 1:
-        ledgers = map(with_waiting, step.ledgers)
+    if len(ledgers) > 1:
         alike = [stage for stage, own in enumerate(ledgers) if _is_alike(own, slowest)]
         stages = ranks_text(alike).replace("rank", "stage")
-        where = f" in {stages}, the slowest of {len(step.ledgers)}"
-        if len(alike) == len(step.ledgers):
+        where = f" in {stages}, the slowest of {len(ledgers)}"
+        if len(alike) == len(ledgers):
             where = " in each stage"
     yield from lines_of_one(slowest, where)
 

@@ -22,7 +22,7 @@ from stepmark.predictions.predict import (
 )
 from stepmark.predictions.predict_inputs import of_training, step_words
 from stepmark.predictions.predicted_steps import Step, StepReport
-from stepmark.predictions.prediction import ledgers_of
+from stepmark.predictions.prediction import ledger_rows, ledgers_of, part_rows
 from stepmark.replays import replay_log_verb
 from stepmark.runs.step_ledger import measured_ledger
 from stepmark.runs.suggestions import Measurement, suggestions
@@ -82,7 +82,10 @@ def _prediction(run: Path, case: TrainCase) -> Row:
     prediction = predict(inputs)
     interval, more = interval_of(prediction)
     notes = (*prediction.notes, *more, *calibration_notes(inputs))
-    return replace(prediction, interval=interval, notes=notes).document()
+    document = replace(prediction, interval=interval, notes=notes).document()
+    # Messages of a measured step contain the waiting for other ranks, and lines are compared.
+    ledgers = prediction.step.ledgers
+    return {**document, "ledger": ledger_rows(ledgers), "ledger_parts": part_rows(ledgers)}
 
 
 def step_report(path: Path, run: View) -> StepReport | None:

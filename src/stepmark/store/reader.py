@@ -159,8 +159,10 @@ def find_run(root: Path, name: str) -> Path:
         )
         raise ConfigError("run", name, rule)
     if not matches:
-        names = ", ".join(path.name for path in runs[-3:]) or f"none in {root}"
-        raise ConfigError("run", name, f"a path, an id or 'latest'; runs: {names}")
+        names = ", ".join(path.name for path in runs[-3:]) or "none"
+        raise ConfigError(
+            "run", name, f"a path, an id or 'latest'; in the folder {root}: {names}"
+        )
     if len(matches) > 1:
         paths = ", ".join(str(path.relative_to(root)) for path in matches[:3])
         raise ConfigError("run", name, f"one run, not {len(matches)}: {paths}")

@@ -115,6 +115,6 @@ def find(root: Path, name: str) -> Path:
     paths = sorted(file.parent for file in root.glob(f"*/{FILE}"))
     matches = paths[-1:] if name == "latest" else [p for p in paths if p.name.startswith(name)]
     if not name or len(matches) != 1:
-        names = ", ".join(path.name for path in paths[-3:]) or f"none in {root}"
-        raise ConfigError("resume", name, f"one sweep; sweeps: {names}")
+        names = ", ".join(path.name for path in paths[-3:]) or "none"
+        raise ConfigError("resume", name, f"one sweep; in the folder {root}: {names}")
     return matches[0]

@@ -61,6 +61,8 @@ class Table:
         rows = self.rows()
         if isinstance(place, slice):
             return Table(rows[place], self._declared, self.kind_of)
+        if not -len(rows) <= place < len(rows):
+            raise IndexError(f"row {place} is invalid: the number of rows is {len(rows)}")
         return rows[place]
 
     def __repr__(self) -> str:

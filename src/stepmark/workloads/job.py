@@ -104,7 +104,7 @@ class Spread:
         at_once = self.mbs * self.parallel.data_ranks
         if self.gbs is not None and self.gbs % at_once:
             raise ConfigError(
-                "global-batch",
+                "gbs",
                 self.gbs,
                 f"a multiple of micro-batch x data ranks ({self.mbs} x"
                 f" {self.parallel.data_ranks} = {at_once}), e.g."

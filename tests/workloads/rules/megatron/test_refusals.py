@@ -393,7 +393,7 @@ def test_batches_of_a_tutorial_that_do_not_divide_name_what_would() -> None:
     model = find_model("gpt-7b")
     with pytest.raises(ConfigError) as caught:
         Job(model=model, parallel=ParallelConfig(tp=4, dp_shard=1024), mbs=1, gbs=16)
-    assert "global-batch" in str(caught.value)
+    assert "gbs" in str(caught.value)
     assert "1 x 1024 = 1024" in str(caught.value)
     assert str(caught.value).endswith("e.g. 1024.")
 
