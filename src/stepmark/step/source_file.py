@@ -106,7 +106,7 @@ def one_line(value: object) -> str:
     if isinstance(value, bytes):
         return value.decode("ascii", "backslashreplace")
     if isinstance(value, dict | list):
-        return "an array" if isinstance(value, list) else "an object"
+        return f"an array of {len(value)}" if isinstance(value, list) else "an object"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
