@@ -154,9 +154,10 @@ def nemotron_h(keys: Keys) -> Fields:
             raise keys.error(key, "of M (Mamba-2), * (attention), - (MLP), E (experts)")
     if not letters:
         raise keys.error("hybrid_override_pattern", "given, or layers_block_type")
-    keys = replace(keys, raw={**keys.raw, "num_hidden_layers": len(letters)})
-    head_dim = keys.size("attention_head_dim", default=128)
-    fields = decoder(keys, kv_heads=8, head_dim=head_dim, ffn=21504)
+    head_dim = keys.size("head_dim", "attention_head_dim", default=128)
+    sizes = {"num_hidden_layers": len(letters), "head_dim": head_dim}
+    keys = replace(keys, raw={**keys.raw, **sizes})
+    fields = decoder(keys, kv_heads=8, ffn=21504)
     mamba = MambaConfig(
         num_heads=keys.size("mamba_num_heads", default=128),
         head_dim=keys.size("mamba_head_dim", default=64),

@@ -86,7 +86,10 @@ def rotary_dim(keys: Keys, head_dim: int, default: float = 1.0) -> int:
     if not 0 < width <= head_dim:
         allowed = f"above 0 and at most 1, and a width from 1 with head_dim={head_dim}"
         raise ConfigError(f"{keys.where}partial_rotary_factor", share, allowed)
-    return 0 if width == head_dim else width - width % 2
+    if width == head_dim:
+        keys.absent.pop("partial_rotary_factor", None)  # no size follows from it
+        return 0
+    return width - width % 2
 
 
 def gated(keys: Keys, **defaults: Any) -> Fields:

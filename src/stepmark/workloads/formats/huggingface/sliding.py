@@ -102,7 +102,7 @@ def step3p5(keys: Keys) -> Fields:
     count = keys.size("num_hidden_layers")
     keys = _without_mtp(keys, count)
     kv_heads = keys.size("num_key_value_heads", "num_attention_groups", default=8)
-    keys = with_defaults(keys, num_key_value_heads=kv_heads)
+    keys = replace(keys, raw={**keys.raw, "num_key_value_heads": kv_heads})
     keys.read.add("partial_rotary_factors")
     fields = gated(keys, head_dim=128, ffn=11264, vocab=128_815) | attention_bias(keys)
     windows = read_windows(keys, count, lambda index: False, None)
