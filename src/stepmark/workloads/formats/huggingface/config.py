@@ -6,13 +6,15 @@ Only what changes shapes is read. `unmodelled` names the other keys that change 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from stepmark.ground.errors import ConfigError, nearest
 from stepmark.ground.packages import install_command
+from stepmark.ground.read_text import read_whole
 from stepmark.model.model import ModelConfig
-from stepmark.step.source_file import one_line, read_json
+from stepmark.step.source_file import MAX_JSON_BYTES, one_line, parse_json, read_json
 from stepmark.workloads.formats.huggingface.families import FAMILIES, NESTED
 from stepmark.workloads.formats.huggingface.keys import Keys
 from stepmark.workloads.formats.huggingface.notes import unmodelled
@@ -54,8 +56,13 @@ def read_config(path: Path, as_family: str = "") -> ModelConfig:
     several kinds of input it is the decoder of text. as_family: whose keys the file has, where
     its own model_type is of no family that is known.
     """
+    return _config_of(path, as_family, read_whole(path, "file", MAX_JSON_BYTES))
+
+
+@lru_cache(maxsize=8)  # a search of layouts reads a file for each of them
+def _config_of(path: Path, as_family: str, data: bytes) -> ModelConfig:
     where = f"{path}: "
-    raw = read_json(path)
+    raw = parse_json(path, data)
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}config", one_line(raw), "an object")
     keys = _of_text(Keys(raw, where))
@@ -85,14 +92,10 @@ def read_config(path: Path, as_family: str = "") -> ModelConfig:
 
 def _absent_notes(keys: Keys) -> list[str]:
     """Return a note on the keys that the file leaves to its family, with their values."""
-    values = []
-    off = []
-    for name, value in keys.absent.items():
-        if value is None or value is False:
-            off.append(name)
-        else:
-            values.append(f"{name} {one_line(value)}")
-    parts = [", ".join(values), f"false or null: {', '.join(off)}" if off else ""]
+    absent = keys.absent
+    off = [name for name, value in absent.items() if value is None or value is False]
+    own = [f"{name} {one_line(absent[name])}" for name in absent if name not in off]
+    parts = [", ".join(own), f"false or null: {', '.join(off)}" if off else ""]
     words = "; ".join(filter(None, parts))
     return [f"absent keys have the family's defaults: {words}"] if words else []
 

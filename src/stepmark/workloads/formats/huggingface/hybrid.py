@@ -78,8 +78,10 @@ def granitemoehybrid(keys: Keys) -> Fields:
     fields = gated(keys, ffn=None) | attention_bias(keys) | multipliers(keys)
     count = fields["num_layers"]
     positions = keys.any_value("position_embedding_type", "nope")
-    rule = f"mamba in all {count} layers"
-    types = read_types(keys, count, "layers_block_type", rule=rule) or ["mamba"] * count
+    types = (
+        read_types(keys, count, "layers_block_type", rule=f"mamba in all {count} layers")
+        or ["mamba"] * count
+    )
     is_mamba = [kind in ("mamba", "linear_attention") for kind in types]
     layers = [
         Layer(mixer="mamba" if mamba else "attention", has_rope=positions == "rope")
@@ -222,8 +224,7 @@ def lfm2(keys: Keys) -> Fields:
             multiple = keys.size("block_multiple_of", default=256)
             width = multiple * -(-int(multiplier * width) // multiple)
     types = keys.entries("layer_types", count=count, allowed=_CONV_TYPES)
-    rule = None if types else "all layers"
-    listed = keys.items("full_attn_idxs", rule=rule)
+    listed = keys.items("full_attn_idxs", rule=None if types else "all layers")
     full = range(count) if listed is None else listed
     if types is None:
         types = ["full_attention" if index in full else "conv" for index in range(count)]

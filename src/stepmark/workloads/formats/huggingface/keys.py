@@ -111,9 +111,6 @@ class Keys:
             raise self._of_type(name, "an object", value)
         return Keys(value, f"{self.where}{name}.")
 
-    def has(self, name: str) -> bool:
-        return self.raw.get(name) is not None
-
     def name_of(self, names: tuple[str, ...]) -> str:
         """Return the first of these names that the file has, else the first."""
         return next((name for name in names if name in self.raw), names[0])

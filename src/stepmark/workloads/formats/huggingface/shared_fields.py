@@ -196,9 +196,10 @@ def read_mamba(keys: Keys, inner: int, *, has_norm: bool) -> MambaConfig:
     width = inner // heads if is_auto else keys.size("mamba_d_head")
     keys.read.add("mamba_expand")
     if heads * width != inner:
-        hidden = keys.size("hidden_size")
-        allowed = f"such that heads x mamba_d_head ({width}) are the inner width, {inner} "
-        allowed += f"(by mamba_expand and hidden_size={hidden}, or mamba_d_ssm)"
+        allowed = (
+            f"such that heads x mamba_d_head ({width}) are the inner width, {inner} (by "
+            f"mamba_expand and hidden_size={keys.raw['hidden_size']}, or mamba_d_ssm)"
+        )
         raise keys.error("mamba_n_heads", allowed)
     has_bias = keys.flag("mamba_proj_bias")
     return MambaConfig(
@@ -229,8 +230,7 @@ def deepseek_routing(keys: Keys, *, sigmoid: bool) -> Fields:
 
 def _num_leading(keys: Keys, default: Any) -> int:
     """Return the number of leading dense layers, by their types if those are listed."""
-    num_layers = keys.size("num_hidden_layers")
-    types = keys.entries("mlp_layer_types", count=num_layers)
+    types = keys.entries("mlp_layer_types", count=keys.size("num_hidden_layers"))
     if types is None:
         return int(keys.count("first_k_dense_replace", default=default))
     keys.read.add("first_k_dense_replace")

@@ -270,8 +270,9 @@ def _check_sliding_heads(keys: Keys, fields: Fields, v_width: int) -> None:
 
 def _types_of_numbers(keys: Keys, count: int) -> list[str]:
     """Return types of layers by the Hub's list of ones, which have a window, and zeros."""
-    rule = "5 of 6 with a window"
-    numbers = keys.entries("hybrid_layer_pattern", count=count, allowed=(0, 1), rule=rule)
+    numbers = keys.entries(
+        "hybrid_layer_pattern", count=count, allowed=(0, 1), rule="5 of 6 with a window"
+    )
     names = ["full_attention", "sliding_attention"]
     if numbers is None:
         is_full = [index == 0 or (index + 1) % 6 == 0 for index in range(count)]
