@@ -431,7 +431,7 @@ def test_a_split_that_megatron_takes_by_an_option_is_named(
         (note,) = (line for line in text if line.startswith("note: "))
         assert "32 layers do not divide by 3 stages" in note
         assert "--decoder-last-pipeline-num-layers 10" in note
-    assert "1 of 1 groups, about 0.0 min more before the best are simulated" in progress
+    assert "1 of 1 groups, at most about 0 min more before the best are simulated" in progress
 
 
 def test_the_answer_comes_first() -> None:

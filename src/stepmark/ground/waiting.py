@@ -26,8 +26,8 @@ class Waiting:
     """A line that appears once the wait takes longer than 2 s.
 
     A terminal shows the seconds and in the end nothing; a file gets the line once, and again
-    after 8 s, then every 30 s, with progress. Of the ranks of a launcher only the first writes it. A wait within
-    another one has no line. progress: how much is done, in words.
+    after 8 s, then every 30 s, with progress. Of the ranks of a launcher only the first writes
+    it. A wait within another one has no line. progress: how much is done, in words.
     """
 
     _num_open: ClassVar = 0

@@ -147,9 +147,10 @@ class _Search:
         with Waiting(f"estimating layouts of {self.cluster.num_gpus} GPUs") as waiting:
             for share in results:
                 shares.append(share)
+                # The first groups, of the smallest degrees, have the most layouts.
                 left_s = (time.monotonic() - began_s) * (len(axes) / len(shares) - 1)
                 waiting.progress = (
-                    f"{len(shares)} of {len(axes)} groups, about {left_s / 60:.1f} min more "
+                    f"{len(shares)} of {len(axes)} groups, at most about {left_s / 60:.0f} min more "
                     "before the best are simulated"
                 )
         self.num_layouts = sum(share.num_layouts for share in shares)

@@ -53,6 +53,8 @@ def ministral(keys: Keys) -> Fields:
 def qwen_windows(keys: Keys, count: int) -> list[int]:
     if not keys.flag("use_sliding_window"):
         read_types(keys, count)
+        if not keys.raw.get("sliding_window"):
+            keys.absent.pop("use_sliding_window", None)  # which has nothing to switch off
         return [0] * count
     first = keys.count("max_window_layers", default=28)
     return read_windows(keys, count, lambda index: index >= first, 4096)
