@@ -150,8 +150,8 @@ class _Search:
                 # The first groups, of the smallest degrees, have the most layouts.
                 left_s = (time.monotonic() - began_s) * (len(axes) / len(shares) - 1)
                 waiting.progress = (
-                    f"{len(shares)} of {len(axes)} groups, at most about {left_s / 60:.0f} min more "
-                    "before the best are simulated"
+                    f"{len(shares)} of {len(axes)} groups, at most about {left_s / 60:.0f} "
+                    "min more before the best are simulated"
                 )
         self.num_layouts = sum(share.num_layouts for share in shares)
         self.num_too_large = sum(share.num_too_large for share in shares)
