@@ -234,6 +234,11 @@ def test_every_layout_is_a_step_of_its_framework() -> None:
         assert layers == candidate.job.model.num_layers
 
 
+def test_tied_tables_have_no_pipelines_of_pytorch() -> None:
+    own = options(models=("gemma-3-1b",), framework="pytorch", mbs=(1,), tp=(1,))
+    assert {each.parallel.pp for each in layouts(own)} == {1}
+
+
 def test_memory_is_derived_where_the_bound_allows_a_layout() -> None:
     own = options(framework="pytorch", tp=(1,), pp=(1,), mbs=(2,), recompute=("none",))
     (candidate, *_) = layouts(own)

@@ -455,6 +455,12 @@ def test_notes_on_shared_experts_agree_with_the_model(tmp_path: Path) -> None:
     assert (moe.num_shared_experts, moe.shared_ffn_hidden_size) == (1, 5632)
 
 
+def test_an_unchanged_file_is_read_once(tmp_path: Path) -> None:
+    model = read(tmp_path, LLAMA)
+    assert read(tmp_path, LLAMA) is model
+    assert read(tmp_path, {**LLAMA, "num_hidden_layers": 16}).num_layers == 16
+
+
 def test_the_longest_context_is_that_of_the_file(tmp_path: Path) -> None:
     model = read(tmp_path, LLAMA | {"max_position_embeddings": 131072})
     assert (model.seq_len, model.max_context) == (8192, 131072)

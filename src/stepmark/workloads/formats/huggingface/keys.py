@@ -94,8 +94,9 @@ class Keys:
         for index, value in enumerate(values):
             if allowed and (value not in allowed or isinstance(value, bool)):
                 words = ", ".join(map(str, allowed))
-                where = f"{self.where}{name}[{index}]"
-                raise ConfigError(where, one_line(value), f"one of {words}")
+                raise ConfigError(
+                    f"{self.where}{name}[{index}]", one_line(value), f"one of {words}"
+                )
         return values
 
     def any_value(self, name: str, default: object = None) -> Any:

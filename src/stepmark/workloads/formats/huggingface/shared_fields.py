@@ -58,9 +58,8 @@ def decoder(
         raise keys.error("hidden_size", allowed)
     width = width or hidden // heads
     num_kv = keys.size("num_key_value_heads", default=kv_heads, null=None) or heads
-    for name, value in (("head_dim", width), ("num_key_value_heads", num_kv)):
-        if name not in keys.raw:
-            keys.absent[name] = value
+    sizes = {"head_dim": width, "num_key_value_heads": num_kv}
+    keys.absent |= {name: value for name, value in sizes.items() if name not in keys.raw}
     return {
         "hidden_size": hidden,
         "num_layers": keys.size("num_hidden_layers"),
