@@ -899,7 +899,7 @@ def test_refused_in_one_line(
     [
         ({"hidden_size": 4104}, "hidden_size is 4104"),
         ({"ffn_hidden_size": 14344}, "ffn_hidden_size of a rank is 14344"),
-        ({"head_dim": 65, "num_heads": 4, "num_kv_heads": 4}, "q, k and v of a rank is 780"),
+        ({"head_dim": 66, "num_heads": 4, "num_kv_heads": 4}, "q, k and v of a rank is 792"),
         ({"vocab_size": 50257}, "vocab_size of a rank is 50257"),
     ],
 )

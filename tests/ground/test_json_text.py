@@ -26,6 +26,18 @@ def test_wide_text_and_brackets_in_strings_are_read() -> None:
     assert decode(json.dumps(value).encode()) == value
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"a": 5,', "line 1, column 9: it ends too early"),
+        (b'{"a": 5\n "b": 2}', "line 2, column 2: expected ',' or '}'"),
+    ],
+)
+def test_an_error_has_its_place(text: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        decode(text)
+
+
 @pytest.mark.parametrize("text", [b"", b"NaN", b'"\xff"', b"1e400", b"1" * 5000, b"[1"])
 def test_other_text_is_a_value_error(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):

@@ -58,7 +58,8 @@ def test_a_file_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_file_gets_progress_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = stream_of(monkeypatch, is_terminal=False)
-    monkeypatch.setattr(waiting, "_PAUSE_OF_FILE_S", 0.05)
+    for name in ("_FIRST_PAUSE_OF_FILE_S", "_PAUSE_OF_FILE_S"):
+        monkeypatch.setattr(waiting, name, 0.05)
     with Waiting("reading") as own:
         own.progress = "1 of 3"
         assert stream.written.wait(10)

@@ -14,6 +14,7 @@ import pytest
 from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import argv, build
+from stepmark.ground.waiting import Waiting
 from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.cluster import Cluster
 from stepmark.layouts.layer_kinds import stages_of
@@ -233,6 +234,11 @@ def test_every_layout_is_a_step_of_its_framework() -> None:
         assert layers == candidate.job.model.num_layers
 
 
+def test_tied_tables_have_no_pipelines_of_pytorch() -> None:
+    own = options(models=("gemma-3-1b",), framework="pytorch", mbs=(1,), tp=(1,))
+    assert {each.parallel.pp for each in layouts(own)} == {1}
+
+
 def test_memory_is_derived_where_the_bound_allows_a_layout() -> None:
     own = options(framework="pytorch", tp=(1,), pp=(1,), mbs=(2,), recompute=("none",))
     (candidate, *_) = layouts(own)
@@ -410,6 +416,27 @@ def test_packed_sequences_are_planned(tmp_path: Path) -> None:
     assert step_s == pytest.approx(result.rows[0]["step_s"])
     with pytest.raises(ConfigError, match=r"verify 2 .*left out with --packing"):
         plan(dataclasses.replace(own, verify=2))
+
+
+def test_a_split_that_megatron_takes_by_an_option_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress: list[str] = []
+    monkeypatch.setattr(
+        Waiting,
+        "progress",
+        property(None, lambda _, text: progress.append(text)),
+        raising=False,
+    )
+    own = options(
+        framework="megatron", gpus=(12,), gbs=24, tp=(1,), pp=(3,), vpp=(1,), mbs=(1,), top=2
+    )
+    result = search(own, 12)
+    for text in ([*lines_of_count(own, result)], [*lines_of_counts([result])]):
+        (note,) = (line for line in text if line.startswith("note: "))
+        assert "32 layers do not divide by 3 stages" in note
+        assert "--decoder-last-pipeline-num-layers 10" in note
+    assert "1 of 1 groups, at most about 0 min more before the best are simulated" in progress
 
 
 def test_the_answer_comes_first() -> None:

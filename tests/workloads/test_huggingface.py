@@ -1,9 +1,12 @@
+import contextlib
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from validation import hugging_face_models as collection
 
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import ModelConfig
@@ -13,6 +16,17 @@ from stepmark.workloads.formats.huggingface.config import read_config
 from stepmark.workloads.workload import generate
 from stepmark.workloads.workload_flags import options_class
 
+LINES = [line for path in collection.FILES for line in collection.read_lines(path)]
+QWEN_NEXT, GRANITE = (
+    next(line["config"] for line in LINES if line["name"] == name)
+    for name in ("Qwen3-Next-80B-A3B", "granite-4.0-h-small")
+)
+# Another name that a note has, or another key of a file that says the same.
+SYNONYMS = {
+    "layer_types": "full_attention_interval",
+    "mlp_layer_types": "first_k_dense_replace",
+    "attention_other_setting": "num_sliding_attention_heads",
+}
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA = json.loads((EXAMPLES / "hf/llama-3.1-8b/config.json").read_text())
 QWEN_MOE = json.loads((EXAMPLES / "hf/qwen3-30b-a3b/config.json").read_text())
@@ -190,7 +204,7 @@ def test_attention_bias_is_that_of_transformers(
     biased = read(tmp_path, GOOD[family] | {"attention_bias": True})
     assert biased.num_params - plain.num_params == plain.num_layers * per_layer
     assert biased.num_active_matmul_params == plain.num_active_matmul_params
-    notes = [note for note in biased.unmodelled if "bias" in note]
+    notes = [note for note in biased.unmodelled if "_bias (" in note]
     assert bool(notes) is (per_layer == 0)
     assert all("attention_bias (true): transformers ignores it" in note for note in notes)
 
@@ -244,7 +258,7 @@ def test_missing_head_dim_is_that_of_transformers(
         ({"hidden_size": 4096.5}, "hidden_size 4096.5"),
         ({"hidden_size": True}, "hidden_size true"),
         ({"hidden_size": None}, "hidden_size null"),
-        ({"hidden_size": [1]}, "hidden_size 'an array'"),
+        ({"hidden_size": [1]}, "hidden_size 'an array of 1'"),
         ({"hidden_size": 4097},
          "hidden_size 4097 is invalid: it must be a multiple of num_attention_heads=32"),
         ({"num_key_value_heads": 5},
@@ -265,6 +279,14 @@ def test_contradictions_speak_the_file_s_names(tmp_path: Path) -> None:
     told = message(tmp_path, DEEPSEEK | {"first_k_dense_replace": 62})
     assert (
         "first_k_dense_replace 62 is invalid: it must be at most num_hidden_layers=61" in told
+    )
+    told = message(tmp_path, {**QWEN_NEXT, "linear_num_key_heads": 7})
+    assert "linear_num_value_heads 32 is invalid" in told
+    assert "a multiple of linear_num_key_heads=7" in told
+    told = message(tmp_path, {**GRANITE, "mamba_n_groups": 3})
+    assert "mamba_n_groups 3 is invalid: it must be a divisor of mamba_n_heads=128" in told
+    assert "head_dim 127 is invalid: it must be an even" in message(
+        tmp_path, {**LLAMA, "head_dim": 127}
     )
     assert "mlp_only_layers" in message(tmp_path, QWEN_MOE | {"mlp_only_layers": ["5"]})
     assert "moe_layer_freq" in message(tmp_path, DEEPSEEK | {"moe_layer_freq": 2})
@@ -334,9 +356,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
 def notes(tmp_path: Path, content: dict[str, object]) -> list[str]:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(content))
-    found = read_config(path).unmodelled
-    assert all(note.startswith(f"{path}: ") for note in found)
-    return [note.removeprefix(f"{path}: ") for note in found]
+    notes = [note.removeprefix(f"{path}: ") for note in read_config(path).unmodelled]
+    return [note for note in notes if not note.startswith("absent keys")]
+
+
+def note_on_absent_keys(tmp_path: Path, content: dict[str, object]) -> str:
+    every = read(tmp_path, content).unmodelled
+    return next((note for note in every if "json: absent keys" in note), "")
 
 
 @pytest.mark.parametrize("family", GOOD)
@@ -387,20 +413,52 @@ def test_sizes_of_the_family_are_noted(tmp_path: Path) -> None:
     """A key that is spelled unlike any of the family's leaves a default that decides a step."""
     known = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     heads = known["num_attention_heads"]
-    absent = f"num_key_value_heads is absent: {heads} (the family's default)"
-    assert absent in notes(tmp_path, {**known, "kv_heads": 8})
-    assert notes(tmp_path, {**known, "num_key_value_heads": 8}) == []
+    note = note_on_absent_keys(tmp_path, {**known, "kv_heads": 8})
+    assert f"num_key_value_heads {heads}" in note
+    assert "num_key_value_heads" not in note_on_absent_keys(tmp_path, LLAMA)
+    full = {**LLAMA, "head_dim": 128}
+    assert note_on_absent_keys(tmp_path, full) == ""
+
+
+def test_no_default_is_silent(tmp_path: Path) -> None:
+    """Without a key a model is the same, refused, or has a note with the key's name."""
+    drawn = (line for line in LINES if "flipped" not in line["name"])  # which contradict
+    by_family = {collection.family(line): line["config"] for line in drawn}
+    for config in (*by_family.values(), GRANITE):
+        try:
+            full = read(tmp_path, config)
+        except ConfigError:
+            continue
+        inner = config.get("text_config") or config
+        for key in inner:
+            rest = {name: value for name, value in inner.items() if name != key}
+            with contextlib.suppress(ConfigError):
+                change = {"text_config": rest} if inner is not config else {}
+                content = {**config, **change} if change else rest
+                model = read(tmp_path, content)
+                names = ("name", "max_context", "rotary_dim")  # of which no size follows
+                same = {name: getattr(full, name) for name in names}
+                is_same = replace(model, **same) == full
+                words = " ".join((*model.unmodelled, *rest))
+                is_noted = key in words or SYNONYMS.get(key, key) in words
+                assert is_same or is_noted, (key, inner)
 
 
 def test_notes_on_shared_experts_agree_with_the_model(tmp_path: Path) -> None:
     """Qwen2-MoE's has its own width, and reads no number of shared experts."""
     config = QWEN_MOE | {"model_type": "qwen2_moe", "n_shared_experts": 2}
-    (ignored, absent) = notes(tmp_path, config)
+    (ignored,) = notes(tmp_path, config)
     assert "n_shared_experts (2): transformers ignores it in this family" in ignored
-    assert "shared_expert_intermediate_size is absent: 5632 (the family's default)" in absent
+    assert "shared_expert_intermediate_size 5632" in note_on_absent_keys(tmp_path, config)
     moe = read(tmp_path, config).moe
     assert moe is not None
     assert (moe.num_shared_experts, moe.shared_ffn_hidden_size) == (1, 5632)
+
+
+def test_an_unchanged_file_is_read_once(tmp_path: Path) -> None:
+    model = read(tmp_path, LLAMA)
+    assert read(tmp_path, LLAMA) is model
+    assert read(tmp_path, {**LLAMA, "num_hidden_layers": 16}).num_layers == 16
 
 
 def test_the_longest_context_is_that_of_the_file(tmp_path: Path) -> None:
@@ -420,6 +478,6 @@ def test_notes_of_a_file_stand_in_the_workload(tmp_path: Path) -> None:
     path.write_text(json.dumps(LLAMA | {"attention_sinks": True, "unheard_of": 7}))
     options = options_class("fsdp")(framework="fsdp", model=str(path), world_size=8)
     workload = generate(options)
-    assert sum(str(path) in note for note in workload.notes) == 2
+    assert sum(str(path) in note for note in workload.notes) == 3
     again = native.decode(native.encode(workload))
     assert any("unheard_of" in note for note in again.notes)

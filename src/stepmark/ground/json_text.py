@@ -13,7 +13,26 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 def decode(text: bytes | str, kind: Any = Any) -> Any:
     """Return the value of JSON text as `kind`. Raise ValueError for any other text."""
     check_depth(text)
-    return msgspec.json.decode(text, type=kind)
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:
+        raise ValueError(_with_line(str(error), text)) from None
+
+
+def _with_line(error: str, text: bytes | str) -> str:
+    """Return msgspec's error with the line and the column in place of the byte."""
+    data = text.encode() if isinstance(text, str) else text
+    place = re.search(r"^(?:JSON is malformed: )?(.*) \(byte (\d+)\)$", error)
+    reason, end = "it ends too early", len(data.rstrip())
+    if place:
+        reason, end = place[1], int(place[2])
+    elif "truncated" not in error:
+        return error
+    column = end - data.rfind(b"\n", 0, end)
+    line = data.count(b"\n", 0, end) + 1
+    return f"line {line}, column {column}: {reason}"
 
 
 def check_depth(text: bytes | str) -> None:

@@ -11,6 +11,7 @@ from stepmark.ground import outer_launcher
 
 _PATIENCE_S = 2.0
 _PAUSE_OF_FILE_S = 30
+_FIRST_PAUSE_OF_FILE_S = 8  # after which progress tells how long it takes
 _CLEAR = "\x1b[K"  # to the end of the line
 
 
@@ -25,8 +26,8 @@ class Waiting:
     """A line that appears once the wait takes longer than 2 s.
 
     A terminal shows the seconds and in the end nothing; a file gets the line once, and again
-    every 30 s with progress. Of the ranks of a launcher only the first writes it. A wait within
-    another one has no line. progress: how much is done, in words.
+    after 8 s, then every 30 s, with progress. Of the ranks of a launcher only the first writes
+    it. A wait within another one has no line. progress: how much is done, in words.
     """
 
     _num_open: ClassVar = 0
@@ -63,17 +64,18 @@ class Waiting:
         if self._done.wait(_PATIENCE_S):
             return
         is_file = not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
-        pause_s = _PAUSE_OF_FILE_S if is_file else 1
+        pause_s = _FIRST_PAUSE_OF_FILE_S if is_file else 1
         seconds = int(_PATIENCE_S)
         while True:
             what = f"{self._what}, {self.progress}" if self.progress else self._what
             if not is_file:
                 _write(f"\r{what}: {seconds} s{_CLEAR}")
-            elif self.progress or seconds < pause_s:
+            elif self.progress or seconds == int(_PATIENCE_S):
                 _write(f"# {what} ...\n")
             if self._done.wait(pause_s):
                 break
             seconds += pause_s
+            pause_s = _PAUSE_OF_FILE_S if is_file else 1
         if not is_file:
             _write(f"\r{_CLEAR}")
 

@@ -143,10 +143,16 @@ class _Search:
         """Estimate all layouts. Raises ConfigError where there is none."""
         results = self.workers.map(Searcher.share, axes)
         shares: list[Share] = []
+        began_s = time.monotonic()
         with Waiting(f"estimating layouts of {self.cluster.num_gpus} GPUs") as waiting:
             for share in results:
                 shares.append(share)
-                waiting.progress = f"{len(shares)} of {len(axes)} groups"
+                # The first groups, of the smallest degrees, have the most layouts.
+                left_s = (time.monotonic() - began_s) * (len(axes) / len(shares) - 1)
+                waiting.progress = (
+                    f"{len(shares)} of {len(axes)} groups, at most about {left_s / 60:.0f} "
+                    "min more before the best are simulated"
+                )
         self.num_layouts = sum(share.num_layouts for share in shares)
         self.num_too_large = sum(share.num_too_large for share in shares)
         if not self.num_layouts:

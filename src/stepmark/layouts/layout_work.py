@@ -31,12 +31,13 @@ class Estimated:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """A simulated layout. figures: of its prediction."""
+    """A simulated layout. figures and notes: of its prediction."""
 
     candidate: Candidate
     row: Row
     ledger: Ledger
     figures: Mapping[str, Any]
+    notes: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,5 +123,9 @@ class Searcher:
             "estimated_s": layout.step_s,
         }
         return Simulated(
-            candidate=candidate, row=row, ledger=prediction.step.ledger, figures=figures
+            candidate=candidate,
+            row=row,
+            ledger=prediction.step.ledger,
+            figures=figures,
+            notes=prediction.notes,
         )

@@ -33,6 +33,7 @@ def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
     yield ""
     shown = result.rows[: options.top]
     yield from Table(shown, columns(shown)).text()
+    yield from _refused_splits(result.simulated[: options.top])
     yield from _why(result)
     if result.cluster.anchored:
         yield from anchor_lines(result.cluster.anchored.document())
@@ -64,6 +65,7 @@ def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
     yield f"{rows[0]['name']}: the fastest layout for each number of GPUs, with the same batch"
     yield ""
     yield from Table(rows, columns(rows)).text()
+    yield from _refused_splits([each.best for each in searches])
     rates = [
         (row["tokens_per_s_gpu"], each.best) for row, each in zip(rows, searches, strict=True)
     ]
@@ -79,6 +81,12 @@ def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
 
 
 _WORTH = 0.8
+
+
+def _refused_splits(layouts: Sequence[Simulated]) -> Iterator[str]:
+    """Yield the divisions of layers that Megatron-LM takes by an option alone."""
+    notes = dict.fromkeys(note for each in layouts for note in each.notes)
+    yield from (f"note: {note}" for note in notes if "Megatron-LM refuses" in note)
 
 
 def place(row: Row) -> str:

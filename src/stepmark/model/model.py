@@ -211,12 +211,9 @@ class ModelConfig:
         num_leading = moe.first_dense_layers if moe else 0
         allowed = f"at most num_layers={self.num_layers}"
         yield "moe.first_dense_layers", num_leading, num_leading <= self.num_layers, allowed
-        yield (
-            "ffn_hidden_size",
-            self.ffn_hidden_size,
-            self.ffn_hidden_size > 0 or not self.num_dense_layers,
-            "positive where a layer is dense",
-        )
+        is_valid = self.ffn_hidden_size > 0 or not self.num_dense_layers
+        allowed = "positive where a layer is dense"
+        yield "ffn_hidden_size", self.ffn_hidden_size, is_valid, allowed
         is_valid = not (moe and self.linear_bias)
         yield "linear_bias", self.linear_bias, is_valid, "false for MoE models"
         is_valid = not moe or self.activation != "xielu"
@@ -261,6 +258,12 @@ class ModelConfig:
                 own.num_heads % own.num_kv_heads == 0,
                 f"a multiple of num_kv_heads={own.num_kv_heads}",
             )
+            rotates = layer.has_rope and layer.has_attention and not self.max_positions
+            name, width = "head_dim", own.rotary_dim or own.head_dim
+            if own.mla:
+                name, width = "mla.qk_rope_head_dim", own.mla.qk_rope_head_dim
+            allowed = "an even number, as rotary positions turn pairs"
+            yield name, width, not rotates or width % 2 == 0, allowed
             is_valid = not (own.value_head_dim and own.shares_kv)
             yield "value_head_dim", own.value_head_dim, is_valid, "0 where values are the keys"
 

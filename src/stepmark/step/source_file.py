@@ -66,13 +66,17 @@ def in_file(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: {error.field}", error.value, error.allowed) from None
 
 
-_MAX_JSON_BYTES = 64 * 2**20  # the largest real file of this kind has about 100 kB
+MAX_JSON_BYTES = 64 * 2**20  # the largest real file of this kind has about 100 kB
 _MAX_NEIGHBOURS = 200  # unknown keys that are compared with known ones
 
 
 def read_json(path: Path) -> object:
     """Return a JSON file as plain dicts and lists. Raise ConfigError for any other content."""
-    data = read_whole(path, "file", _MAX_JSON_BYTES)
+    return parse_json(path, read_whole(path, "file", MAX_JSON_BYTES))
+
+
+def parse_json(path: Path, data: bytes) -> object:
+    """Return the JSON of a file as plain dicts and lists. Raise ConfigError."""
     try:
         if b"Infinity" in data or b"NaN" in data:  # which Python writes, though it is no JSON
             data = _without_constants(data)
@@ -106,7 +110,7 @@ def one_line(value: object) -> str:
     if isinstance(value, bytes):
         return value.decode("ascii", "backslashreplace")
     if isinstance(value, dict | list):
-        return "an array" if isinstance(value, list) else "an object"
+        return f"an array of {len(value)}" if isinstance(value, list) else "an object"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

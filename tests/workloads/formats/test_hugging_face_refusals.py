@@ -35,9 +35,28 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ),
     ("MiMo-V2-Flash", {"swa_head_dim": 64}, "swa_head_dim 64 .* it must be 192"),
     ("MiMo-V2-Flash", {"add_full_attention_sink_bias": True}, "it must be false"),
-    ("MiMo-V2-Flash", {"hybrid_layer_pattern": [0, 1]}, "0 or 1 of 48 layers"),
+    (
+        "MiMo-V2-Flash",
+        {"hybrid_layer_pattern": [0, 1]},
+        "of 2. .* array of 48, one entry per layer",
+    ),
     ("MiMo-V2-Flash", {"n_shared_experts": 1}, "it must be null"),
-    ("LFM2-1.2B", {"layer_types": ["conv"]}, "full_attention or conv of 16 layers"),
+    ("LFM2-1.2B", {"layer_types": ["conv"]}, "an array of 16, one entry per layer"),
+    (
+        "LFM2-1.2B",
+        {"layer_types": ["conv"] * 15 + ["foo"]},
+        r"layer_types\[15\] foo .* one of full_attention, conv",
+    ),
+    (
+        "granite-4.0-h-small",
+        {"mamba_n_heads": 100},
+        r"mamba_n_heads 100 .* mamba_d_head \(64\) are the inner width, 8192",
+    ),
+    (
+        "DeepSeek-V3",
+        {"num_key_value_heads": 8},
+        "num_key_value_heads 8 .* num_attention_heads=128",
+    ),
     ("LFM2-8B-A1B", {"layer_types": None}, "layer_types .* given"),
 )
 

@@ -16,6 +16,7 @@ from types import ModuleType
 
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.read_text import read_head
+from stepmark.step.source_file import read_json
 
 _HEAD_BYTES = 4096
 
@@ -234,6 +235,8 @@ def sniff(path: Path) -> str:
         if form.is_one(head):
             return name
     what = "an empty file" if not head.strip() else "a file of unknown kind"
+    if path.suffix == ".json":
+        what += " (a model's config.json has `model_type`)"
     for marks, name in _OTHERS:
         if all(mark in head for mark in marks):
             what = name
@@ -242,5 +245,7 @@ def sniff(path: Path) -> str:
         what = "a model's config without `model_type`, which names its family"
     if _is_trace(head):
         what = f"a profiler trace ({_OF_TRACES})"
+    elif head.lstrip()[:1] in (b"{", b"["):
+        read_json(path)  # which names the place where it is no JSON
     allowed = f"a workload in one of these: {', '.join(readable)}; this is {what}"
     raise ConfigError("workload", path, allowed)

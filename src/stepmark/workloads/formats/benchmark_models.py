@@ -65,12 +65,12 @@ class AttentionShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
 
 
 _NAMES = {
-    "seq_len": "seqlen",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_hidden_size": "intermediate_size",
-    "moe.top_k": "num_experts_per_tok",
-    "num_experts": "n_routed_experts",
+    "seq_len": ("seqlen",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "ffn_hidden_size": ("intermediate_size",),
+    "moe.top_k": ("num_experts_per_tok",),
+    "moe.num_experts": ("n_routed_experts",),
 }
 
 _ONLY_DEEPSEEK = frozenset(_DeepSeek.__struct_fields__) - frozenset(_Model.__struct_fields__)
@@ -97,7 +97,9 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
         raise ConfigError(f"{path}: top level", one_line(raw), "an array of one object or more")
     for index, entry in enumerate(raw):
         if not isinstance(entry, dict):
-            raise ConfigError(f"{path}: [{index}]", one_line(entry), "an object")
+            raise ConfigError(
+                f"{path}: [{index}]", one_line(entry), "an object, as in a list of models"
+            )
         yield f"{path}: [{index}].", entry
 
 

@@ -4,40 +4,48 @@ Only what changes shapes is read. `unmodelled` names the other keys that change 
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from stepmark.ground.errors import ConfigError, nearest
 from stepmark.ground.packages import install_command
+from stepmark.ground.read_text import read_whole
 from stepmark.model.model import ModelConfig
-from stepmark.step.source_file import one_line, read_json
+from stepmark.step.source_file import MAX_JSON_BYTES, one_line, parse_json, read_json
 from stepmark.workloads.formats.huggingface.families import FAMILIES, NESTED
 from stepmark.workloads.formats.huggingface.keys import Keys
 from stepmark.workloads.formats.huggingface.notes import unmodelled
 from stepmark.workloads.formats.huggingface.trace import transformers_version
 
-# Our name of a field -> the file's, where a check of ModelConfig fails.
+# Our name of a field -> keys of files: a message names the one with the value, or one there.
 _NAMES = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_hidden_size": "intermediate_size",
-    "qkv_bias": "attention_bias",
-    "linear_bias": "mlp_bias",
-    "moe.top_k": "num_experts_per_tok",
-    "moe.first_dense_layers": "first_k_dense_replace",
-    "moe.num_groups": "n_group",
-    "moe.top_groups": "topk_group",
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "num_heads": ("num_attention_heads", "n_head", "num_sliding_attention_heads"),
+    "num_kv_heads": (
+        *("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key_value_heads"),
+    ),
+    "head_dim": ("head_dim", "global_head_dim", "hidden_size"),
+    "ffn_hidden_size": ("intermediate_size",),
+    "qkv_bias": ("attention_bias",),
+    "linear_bias": ("mlp_bias",),
+    "moe.num_experts": (
+        *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    ),
+    "moe.top_k": (
+        *("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
+        "top_k_experts",
+    ),
+    "moe.first_dense_layers": ("first_k_dense_replace", "num_dense_layers"),
+    "moe.num_groups": ("n_group",),
+    "moe.top_groups": ("topk_group",),
+    "delta.num_key_heads": ("linear_num_key_heads",),
+    "delta.num_value_heads": ("linear_num_value_heads",),
+    "mamba.num_heads": ("mamba_n_heads", "mamba_num_heads"),
+    "mamba.num_groups": ("mamba_n_groups", "n_groups"),
 }
-_EXPERTS = ("num_local_experts", "n_routed_experts", "moe_num_experts")
-# Of which a step is made; others, such as head_dim, follow from these in most files.
-_SIZES = (
-    *("num_key_value_heads", "intermediate_size", "vocab_size", "num_experts"),
-    *("num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    *("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-)
 _TEXT = "text_config"
 
 
@@ -48,8 +56,13 @@ def read_config(path: Path, as_family: str = "") -> ModelConfig:
     several kinds of input it is the decoder of text. as_family: whose keys the file has, where
     its own model_type is of no family that is known.
     """
+    return _config_of(path, as_family, read_whole(path, "file", MAX_JSON_BYTES))
+
+
+@lru_cache(maxsize=8)  # a search of layouts reads a file for each of them
+def _config_of(path: Path, as_family: str, data: bytes) -> ModelConfig:
     where = f"{path}: "
-    raw = read_json(path)
+    raw = parse_json(path, data)
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}config", one_line(raw), "an object")
     keys = _of_text(Keys(raw, where))
@@ -73,16 +86,18 @@ def read_config(path: Path, as_family: str = "") -> ModelConfig:
     except ConfigError as error:
         if error.field.startswith(where):
             raise
-        experts = next((key for key in _EXPERTS if key in keys.raw), "num_experts")
-        names = _NAMES | {"num_experts": experts}
-        raise in_words_of_file(error, dict(keys.raw), where, names) from None
+        raw = {**keys.absent, **keys.raw}
+        raise in_words_of_file(error, raw, keys.where, _NAMES) from None
 
 
 def _absent_notes(keys: Keys) -> list[str]:
-    """Return a note on sizes that decide the step and that the file leaves to its family."""
-    sizes = [f"{name} is absent: {keys.absent[name]}" for name in _SIZES if name in keys.absent]
-    defaults = "defaults" if len(sizes) > 1 else "default"
-    return [f"{'; '.join(sizes)} (the family's {defaults})"] if sizes else []
+    """Return a note on the keys that the file leaves to its family, with their values."""
+    absent = keys.absent
+    off = [name for name, value in absent.items() if value is None or value is False]
+    own = [f"{name} {one_line(absent[name])}" for name in absent if name not in off]
+    parts = [", ".join(own), f"false or null: {', '.join(off)}" if off else ""]
+    words = "; ".join(filter(None, parts))
+    return [f"absent keys have the family's defaults: {words}"] if words else []
 
 
 def _of_text(keys: Keys) -> Keys:
@@ -129,10 +144,20 @@ def _unknown(keys: Keys, path: Path, family: str) -> ConfigError:
 
 
 def in_words_of_file(
-    error: ConfigError, raw: dict[str, object], where: str, names: dict[str, str]
+    error: ConfigError, raw: dict[str, object], where: str, names: Mapping[str, tuple[str, ...]]
 ) -> ConfigError:
     """Return a failed check of ModelConfig in the names and the value of the file."""
-    short = re.sub(r"^(mla|moe|delta|mamba|layer|indexer)\.", "", error.field)
-    field = names.get(error.field, names.get(short, short))
-    allowed = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), error.allowed)
-    return ConfigError(f"{where}{field}", one_line(raw.get(field, "missing")), allowed)
+    part, _, own = error.field.rpartition(".")
+
+    def key_of(word: str, value: str) -> str:
+        keys = names.get(f"{part}.{word}") or names.get(word) or (word,)
+        there = [key for key in keys if key in raw]
+        return next((key for key in there if str(raw[key]) == value), (*there, *keys)[0])
+
+    field = key_of(own, error.value)
+    allowed = re.sub(
+        r"(\w+)(=\w+)?",
+        lambda word: key_of(word[1], (word[2] or "=")[1:]) + (word[2] or ""),
+        error.allowed,
+    )
+    return ConfigError(f"{where}{field}", one_line(raw.get(field, error.value)), allowed)

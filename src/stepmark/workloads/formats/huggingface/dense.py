@@ -18,6 +18,7 @@ from stepmark.workloads.formats.huggingface.shared_fields import (
     multipliers,
     read_activation,
     read_ropes,
+    read_types,
     read_windows,
     with_defaults,
     with_windows,
@@ -50,9 +51,13 @@ def ministral(keys: Keys) -> Fields:
 
 
 def qwen_windows(keys: Keys, count: int) -> list[int]:
+    if not keys.flag("use_sliding_window"):
+        read_types(keys, count)
+        if not keys.raw.get("sliding_window"):
+            keys.absent.pop("use_sliding_window", None)  # which has nothing to switch off
+        return [0] * count
     first = keys.count("max_window_layers", default=28)
-    windows = read_windows(keys, count, lambda index: index >= first, 4096)
-    return windows if keys.flag("use_sliding_window") else [0] * count
+    return read_windows(keys, count, lambda index: index >= first, 4096)
 
 
 def qwen2(keys: Keys) -> Fields:
@@ -187,9 +192,9 @@ def smollm3(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=4, tied=True) | all_biases(keys)
     count = fields["num_layers"]
     ropes = read_ropes(keys, count, keys.size("no_rope_layer_interval", default=4))
-    windows = read_windows(keys, count, lambda index: not ropes[index], None)
-    if not keys.flag("use_sliding_window"):
-        windows = [0] * count
+    windows = [0] * count
+    if keys.flag("use_sliding_window"):
+        windows = read_windows(keys, count, lambda index: not ropes[index], None)
     layers = (
         Layer(window=size, has_rope=rope) for size, rope in zip(windows, ropes, strict=True)
     )
@@ -251,8 +256,7 @@ def stablelm(keys: Keys) -> Fields:
 def exaone4(keys: Keys) -> Fields:
     """Return EXAONE 4; with experts it has its norms before."""
     fields = gated(keys, kv_heads=32)
-    given = keys.raw.get("sliding_window_pattern", 4)
-    keys.read.add("sliding_window_pattern")
+    given = keys.any_value("sliding_window_pattern", 4)
     step = (
         len(given)
         if isinstance(given, str)
@@ -305,7 +309,7 @@ def nemotron_nas(keys: Keys) -> Fields:
         )
         layers.append(layer)
     if len(layers) != fields["num_layers"]:
-        raise keys.error("block_configs", "as many as num_hidden_layers")
+        raise keys.error("block_configs", f"an array of {fields['num_layers']}")
     widths = [layer.ffn_hidden_size for layer in layers]
     kv_heads = [layer.num_kv_heads for layer in layers if layer.num_kv_heads]
     common = {"num_kv_heads": max(kv_heads), "ffn_hidden_size": max(widths)}

@@ -47,7 +47,7 @@ def qwen_experts(keys: Keys, fields: Fields, defaults: Fields, **more: Any) -> F
     """Return experts, and the layers that have a dense MLP instead."""
     count = fields["num_layers"]
     step = keys.size("decoder_sparse_step", default=1)
-    dense = keys.items("mlp_only_layers") or []
+    dense = keys.items("mlp_only_layers", rule="none") or []
     for layer in dense:
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise keys.error("mlp_only_layers", "a list of layers")
@@ -116,7 +116,9 @@ def deepseek(
         indexer=indexer,
     )
     shares = read_shared_indexers(keys) if indexed else []
-    keys.read.add("num_key_value_heads")
+    if keys.size("num_key_value_heads", default=heads, null=heads) != heads:
+        allowed = f"num_attention_heads={heads}: latent attention has keys for each head"
+        raise keys.error("num_key_value_heads", allowed)
     fields = {
         "hidden_size": keys.size("hidden_size"),
         "num_layers": keys.size("num_hidden_layers"),
@@ -142,13 +144,11 @@ def deepseek(
 def read_shared_indexers(keys: Keys) -> list[bool]:
     """Return whether each layer takes the keys that an earlier one's indexer chose."""
     count = keys.size("num_hidden_layers")
-    types = keys.items("indexer_types")
+    types = keys.entries("indexer_types", count=count, allowed=("full", "shared"))
     step = keys.size("index_topk_freq", default=1)
     offset = keys.count("index_skip_topk_offset", default=2)
     if types is None:
         return [max(index - offset + 1, 0) % step > 0 for index in range(count)]
-    if len(types) != count or not set(types) <= {"full", "shared"}:
-        raise keys.error("indexer_types", f"full or shared of {count} layers")
     return [kind == "shared" for kind in types]
 
 
@@ -338,8 +338,7 @@ def ernie_moe(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=4, tied=True)
     count = fields["num_layers"]
     first = keys.count("moe_layer_start_index", default=1)
-    end = keys.raw.get("moe_layer_end_index", -1)
-    keys.read.add("moe_layer_end_index")
+    end = keys.any_value("moe_layer_end_index", -1)
     last = count - 1 if end in (-1, None) else keys.count("moe_layer_end_index")
     step = keys.size("moe_layer_interval", default=1)
     is_dense = [
@@ -365,8 +364,7 @@ def hunyuan(keys: Keys, *, with_experts: bool = False) -> Fields:
     fields = gated(keys) | attention_bias(keys) | {"qk_norm": keys.flag("use_qk_norm", True)}
     if not with_experts:
         return fields
-    top_k = keys.raw.get("moe_topk", 1)
-    keys.read.add("moe_topk")
+    top_k = keys.any_value("moe_topk", 1)
     if isinstance(top_k, list):
         if len(set(map(str, top_k))) != 1:
             raise keys.error("moe_topk", "the same in all layers")

@@ -32,10 +32,12 @@ from stepmark.workloads.formats.huggingface.shared_fields import (
 def _delta(keys: Keys, fields: Fields, value_heads: int) -> Fields:
     """Return attention with a gate in every n-th layer, and Gated DeltaNet in the others."""
     count = fields["num_layers"]
-    step = keys.size("full_attention_interval", default=4)
     types = read_types(keys, count)
-    is_full = [not every(step)(index) for index in range(count)]
-    if types is not None:
+    if types is None:
+        step = keys.size("full_attention_interval", default=4)
+        is_full = [not every(step)(index) for index in range(count)]
+    else:
+        keys.read.add("full_attention_interval")
         is_full = [kind == "full_attention" for kind in types]
     layers = [Layer(mixer="attention" if full else "delta", has_rope=full) for full in is_full]
     delta = DeltaConfig(
@@ -75,9 +77,11 @@ def qwen3_5_moe(keys: Keys) -> Fields:
 def granitemoehybrid(keys: Keys) -> Fields:
     fields = gated(keys, ffn=None) | attention_bias(keys) | multipliers(keys)
     count = fields["num_layers"]
-    positions = keys.raw.get("position_embedding_type")
-    keys.read.add("position_embedding_type")
-    types = read_types(keys, count, "layers_block_type") or ["mamba"] * count
+    positions = keys.any_value("position_embedding_type", "nope")
+    types = (
+        read_types(keys, count, "layers_block_type", rule=f"mamba in all {count} layers")
+        or ["mamba"] * count
+    )
     is_mamba = [kind in ("mamba", "linear_attention") for kind in types]
     layers = [
         Layer(mixer="mamba" if mamba else "attention", has_rope=positions == "rope")
@@ -101,7 +105,7 @@ def granitemoehybrid(keys: Keys) -> Fields:
 
 def bamba(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=8, rotary=0.5) | all_biases(keys)
-    listed = keys.items("attn_layer_indices") or []
+    listed = keys.items("attn_layer_indices", rule="none (mamba in all layers)") or []
     layers = [
         Layer(mixer="attention" if index in listed else "mamba")
         for index in range(fields["num_layers"])
@@ -152,9 +156,10 @@ def nemotron_h(keys: Keys) -> Fields:
             raise keys.error(key, "of M (Mamba-2), * (attention), - (MLP), E (experts)")
     if not letters:
         raise keys.error("hybrid_override_pattern", "given, or layers_block_type")
-    keys = replace(keys, raw={**keys.raw, "num_hidden_layers": len(letters)})
-    head_dim = keys.size("attention_head_dim", default=128)
-    fields = decoder(keys, kv_heads=8, head_dim=head_dim, ffn=21504)
+    head_dim = keys.size("head_dim", "attention_head_dim", default=128)
+    sizes = {"num_hidden_layers": len(letters), "head_dim": head_dim}
+    keys = replace(keys, raw={**keys.raw, **sizes})
+    fields = decoder(keys, kv_heads=8, ffn=21504)
     mamba = MambaConfig(
         num_heads=keys.size("mamba_num_heads", default=128),
         head_dim=keys.size("mamba_head_dim", default=64),
@@ -188,11 +193,11 @@ def nemotron_h(keys: Keys) -> Fields:
     return fields | more | {"tied_embeddings": False}  # whatever the file says
 
 
+_CONV_TYPES = ("full_attention", "conv")
+
+
 def _short_convolutions(keys: Keys, fields: Fields, types: list[str]) -> Fields:
     """Return LFM2's layers: attention with normed queries and keys, or a short convolution."""
-    if len(types) != fields["num_layers"] or not set(types) <= {"full_attention", "conv"}:
-        allowed = f"full_attention or conv of {fields['num_layers']} layers"
-        raise keys.error("layer_types", allowed)
     layers = (
         Layer() if kind == "full_attention" else Layer(mixer="conv", has_rope=False)
         for kind in types
@@ -218,9 +223,9 @@ def lfm2(keys: Keys) -> Fields:
         if keys.raw.get("block_ffn_dim_multiplier", 1) is not None:
             multiple = keys.size("block_multiple_of", default=256)
             width = multiple * -(-int(multiplier * width) // multiple)
-    listed = keys.items("full_attn_idxs")
+    types = keys.entries("layer_types", count=count, allowed=_CONV_TYPES)
+    listed = keys.items("full_attn_idxs", rule=None if types else "all layers")
     full = range(count) if listed is None else listed
-    types = keys.items("layer_types")
     if types is None:
         types = ["full_attention" if index in full else "conv" for index in range(count)]
     return _short_convolutions(keys, fields | {"ffn_hidden_size": width}, types)
@@ -228,7 +233,8 @@ def lfm2(keys: Keys) -> Fields:
 
 def lfm2_moe(keys: Keys) -> Fields:
     fields = decoder(keys, kv_heads=8, tied=True, ffn=7168)
-    types = keys.items("layer_types")
+    count = fields["num_layers"]
+    types = keys.entries("layer_types", count=count, allowed=_CONV_TYPES)
     if types is None:
         raise keys.error("layer_types", "given")
     moe = MoeConfig(
@@ -245,14 +251,13 @@ def lfm2_moe(keys: Keys) -> Fields:
 def minimax(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=8)
     count = fields["num_layers"]
-    types = read_types(keys, count) or [
-        "full_attention" if index % 2 else "linear_attention" for index in range(count)
-    ]
-    numbers = keys.items("attn_type_list")
-    is_full = [kind == "full_attention" for kind in types]
-    if numbers is not None and not keys.has("layer_types"):
-        if len(numbers) != count:
-            raise keys.error("attn_type_list", f"as many as num_hidden_layers ({count})")
+    numbers = keys.entries("attn_type_list", count=count, allowed=(0, 1))
+    rule = "full_attention in every second layer" if numbers is None else None
+    types = read_types(keys, count, rule=rule)
+    is_full = [bool(index % 2) for index in range(count)]
+    if types is not None:
+        is_full = [kind == "full_attention" for kind in types]
+    elif numbers is not None:
         is_full = [value == 1 for value in numbers]
     layers = [
         Layer(mixer="attention" if full else "lightning", has_rope=full) for full in is_full

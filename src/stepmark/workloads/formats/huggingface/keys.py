@@ -24,7 +24,7 @@ class Keys:
     raw: Mapping[str, object]
     where: str
     read: set[str] = field(default_factory=set)
-    absent: dict[str, int] = field(default_factory=dict)  # sizes with their default
+    absent: dict[str, object] = field(default_factory=dict)  # missing keys and defaults
 
     def error(self, name: str, allowed: str) -> ConfigError:
         """Return the error of a value that is not modelled."""
@@ -67,12 +67,41 @@ class Keys:
             raise self._of_type(self.name_of(names), "str", value)
         return value
 
-    def items(self, *names: str) -> list[Any] | None:
-        """Return a list; None where it is missing or null."""
-        value = self._value(names, None)
+    def items(self, *names: str, rule: str | None = None) -> list[Any] | None:
+        """Return a list; None where it is missing or null.
+
+        rule: of the family for a missing list, in words.
+        """
+        value = self._value(names, rule)
+        if value is rule:
+            return None
         if value is not None and not isinstance(value, list):
             raise self._of_type(self.name_of(names), "an array", value)
         return value
+
+    def entries(
+        self, *names: str, count: int, allowed: tuple[Any, ...] = (), rule: str | None = None
+    ) -> list[Any] | None:
+        """Return a list of one entry per layer; None and rule as of items."""
+        values = self.items(*names, rule=rule)
+        if values is None:
+            return None
+        name = self.name_of(names)
+        if len(values) != count:
+            raise self.error(
+                name, f"an array of {count}, one entry per layer (num_hidden_layers)"
+            )
+        for index, value in enumerate(values):
+            if allowed and (value not in allowed or isinstance(value, bool)):
+                words = ", ".join(map(str, allowed))
+                raise ConfigError(
+                    f"{self.where}{name}[{index}]", one_line(value), f"one of {words}"
+                )
+        return values
+
+    def any_value(self, name: str, default: object = None) -> Any:
+        """Return a value of any type."""
+        return self._value((name,), default)
 
     def part(self, name: str) -> "Keys | None":
         """Return the keys of an object within the config; None where there is none."""
@@ -82,9 +111,6 @@ class Keys:
         if not isinstance(value, dict):
             raise self._of_type(name, "an object", value)
         return Keys(value, f"{self.where}{name}.")
-
-    def has(self, name: str) -> bool:
-        return self.raw.get(name) is not None
 
     def name_of(self, names: tuple[str, ...]) -> str:
         """Return the first of these names that the file has, else the first."""
@@ -98,6 +124,8 @@ class Keys:
         self._check_spelling(name, is_required=default is REQUIRED)
         if default is REQUIRED:
             raise ConfigError(f"{self.where}{name}", "missing", "it is a required field")
+        if default not in (None, ""):
+            self.absent[name] = default
         return default
 
     def _check_spelling(self, missing: str, *, is_required: bool) -> None:
@@ -115,15 +143,15 @@ class Keys:
 
     def _whole(self, names: tuple[str, ...], default: Any, null: Any, low: int) -> Any:
         value = self._value(names, default)
+        name = self.name_of(names)
+        if name not in self.raw:
+            self.absent[name] = value
         if value is None and (default is None or null is not REQUIRED):
             return None if null is REQUIRED else null
-        name = self.name_of(names)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._of_type(name, "int", value)
         if not low <= value <= _LARGEST:
             raise self.error(name, f"a whole number from {low} to {_LARGEST}")
-        if name not in self.raw:
-            self.absent[name] = value
         return value
 
     def _of_type(self, name: str, kind: str, value: object) -> ConfigError:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from stepmark.ground.errors import ConfigError
 from stepmark.model.layers import (
     Layer,
     MambaConfig,
@@ -57,8 +58,8 @@ def decoder(
         raise keys.error("hidden_size", allowed)
     width = width or hidden // heads
     num_kv = keys.size("num_key_value_heads", default=kv_heads, null=None) or heads
-    if "num_key_value_heads" not in keys.raw:
-        keys.absent["num_key_value_heads"] = num_kv
+    sizes = {"head_dim": width, "num_key_value_heads": num_kv}
+    keys.absent |= {name: value for name, value in sizes.items() if name not in keys.raw}
     return {
         "hidden_size": hidden,
         "num_layers": keys.size("num_hidden_layers"),
@@ -82,8 +83,12 @@ def rotary_dim(keys: Keys, head_dim: int, default: float = 1.0) -> int:
     share = keys.number("partial_rotary_factor", "rotary_pct", default=default)
     width = int(head_dim * share)
     if not 0 < width <= head_dim:
-        raise keys.error("partial_rotary_factor", "a share of a head, above 0 and at most 1")
-    return 0 if width == head_dim else width - width % 2
+        allowed = f"above 0 and at most 1, and a width from 1 with head_dim={head_dim}"
+        raise ConfigError(f"{keys.where}partial_rotary_factor", share, allowed)
+    if width == head_dim:
+        keys.absent.pop("partial_rotary_factor", None)  # no size follows from it
+        return 0
+    return width - width % 2
 
 
 def gated(keys: Keys, **defaults: Any) -> Fields:
@@ -108,26 +113,19 @@ def read_windows(
     keys: Keys, count: int, default: Callable[[int], bool], window: Any
 ) -> list[int]:
     """Return the window of each layer by its type, or else by the family's rule."""
-    types = read_types(keys, count)
-    size = keys.count("sliding_window", default=window, null=None)
-    if not size:
-        return [0] * count
+    size = keys.count("sliding_window", default=window, null=None) or 0
+    windows = [size if default(index) else 0 for index in range(count)]
+    num_sliding = count - windows.count(0)
+    rule = f"{num_sliding} of {count} with a window" if size else None
+    types = read_types(keys, count, rule=rule)
     if types is None:
-        return [size if default(index) else 0 for index in range(count)]
+        return windows
     return [0 if kind == "full_attention" else size for kind in types]
 
 
-def read_types(keys: Keys, count: int, *more: str) -> list[str] | None:
-    """Return the types of layers that a file lists."""
-    types = keys.items("layer_types", *more)
-    if types is None:
-        return None
-    if len(types) != count:
-        raise keys.error("layer_types", f"as many as num_hidden_layers ({count})")
-    for kind in types:
-        if kind not in _TYPES:
-            raise keys.error("layer_types", f"of {', '.join(_TYPES)}")
-    return [str(kind) for kind in types]
+def read_types(keys: Keys, count: int, *more: str, rule: str | None = None) -> list[str] | None:
+    """Return the types of layers that a file lists. rule: of the family for a missing list."""
+    return keys.entries("layer_types", *more, count=count, allowed=_TYPES, rule=rule)
 
 
 _TYPES = (
@@ -179,28 +177,33 @@ def multipliers(keys: Keys) -> Fields:
 
 def with_defaults(keys: Keys, **defaults: Any) -> Keys:
     """Return keys of a family that has values where a file has none."""
+    keys.absent |= {name: value for name, value in defaults.items() if name not in keys.raw}
     return replace(keys, raw={**defaults, **keys.raw})
 
 
 def read_ropes(keys: Keys, count: int, interval: int) -> list[bool]:
     """Return whether each layer has rotary positions, which every n-th lacks."""
-    listed = keys.items("no_rope_layers")
-    if not listed:
+    if not keys.any_value("no_rope_layers"):
         return [every(interval)(index) for index in range(count)]
-    if len(listed) != count:
-        raise keys.error("no_rope_layers", f"as many as num_hidden_layers ({count})")
-    return [bool(value) for value in listed]
+    return [bool(value) for value in keys.entries("no_rope_layers", count=count) or ()]
 
 
 def read_mamba(keys: Keys, inner: int, *, has_norm: bool) -> MambaConfig:
     """Return Mamba-2 by the keys of Bamba and its like. inner: width of all heads."""
     heads = keys.size("mamba_n_heads", default=128)
-    width = keys.raw.get("mamba_d_head", "auto")
-    keys.read |= {"mamba_d_head", "mamba_expand"}
+    is_auto = keys.any_value("mamba_d_head", "auto") == "auto"
+    width = inner // heads if is_auto else keys.size("mamba_d_head")
+    keys.read.add("mamba_expand")
+    if heads * width != inner:
+        allowed = (
+            f"such that heads x mamba_d_head ({width}) are the inner width, {inner} (by "
+            f"mamba_expand and hidden_size={keys.raw['hidden_size']}, or mamba_d_ssm)"
+        )
+        raise keys.error("mamba_n_heads", allowed)
     has_bias = keys.flag("mamba_proj_bias")
     return MambaConfig(
         num_heads=heads,
-        head_dim=inner // heads if width == "auto" else keys.size("mamba_d_head"),
+        head_dim=width,
         num_groups=keys.size("mamba_n_groups", default=1),
         state_dim=keys.size("mamba_d_state", default=256),
         conv_width=keys.size("mamba_d_conv", default=4),
@@ -226,15 +229,13 @@ def deepseek_routing(keys: Keys, *, sigmoid: bool) -> Fields:
 
 def _num_leading(keys: Keys, default: Any) -> int:
     """Return the number of leading dense layers, by their types if those are listed."""
-    types = keys.items("mlp_layer_types")
+    types = keys.entries("mlp_layer_types", count=keys.size("num_hidden_layers"))
     if types is None:
         return int(keys.count("first_k_dense_replace", default=default))
     keys.read.add("first_k_dense_replace")
     count = types.count("dense")
     if types != ["dense"] * count + ["sparse"] * (len(types) - count):
         raise keys.error("mlp_layer_types", "dense layers first, then sparse ones")
-    if len(types) != keys.size("num_hidden_layers"):
-        raise keys.error("mlp_layer_types", "as many as num_hidden_layers")
     return count
 
 

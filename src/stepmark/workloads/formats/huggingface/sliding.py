@@ -26,8 +26,7 @@ from stepmark.workloads.formats.huggingface.shared_fields import (
 
 def gemma4(keys: Keys) -> Fields:
     """Return the text decoder of Gemma 4. "vision" is about tokens of images alone."""
-    keys.read.add("use_bidirectional_attention")
-    if keys.raw.get("use_bidirectional_attention") not in (None, "vision"):
+    if keys.any_value("use_bidirectional_attention") not in (None, "vision"):
         raise keys.error("use_bidirectional_attention", "vision or null: a causal decoder")
     activation = read_activation(keys, "hidden_activation", default="gelu_pytorch_tanh")
     fields = decoder(keys, head_dim=256, tied=True, kv_heads=4, vocab=262_144)
@@ -103,7 +102,7 @@ def step3p5(keys: Keys) -> Fields:
     count = keys.size("num_hidden_layers")
     keys = _without_mtp(keys, count)
     kv_heads = keys.size("num_key_value_heads", "num_attention_groups", default=8)
-    keys = with_defaults(keys, num_key_value_heads=kv_heads)
+    keys = replace(keys, raw={**keys.raw, "num_key_value_heads": kv_heads})
     keys.read.add("partial_rotary_factors")
     fields = gated(keys, head_dim=128, ffn=11264, vocab=128_815) | attention_bias(keys)
     windows = read_windows(keys, count, lambda index: False, None)
@@ -174,15 +173,14 @@ def _rotated_widths(
 ) -> list[int]:
     """Return the rotated width of each layer's heads; 0: all of it. default: a share."""
     width = fields["head_dim"]
-    shares = keys.items("partial_rotary_factors")
+    shares = keys.entries("partial_rotary_factors", count=len(types))
     if shares is None:
-        by_type = keys.raw.get("rope_parameters")
+        by_type = keys.any_value("rope_parameters")
         own = by_type if isinstance(by_type, dict) else {}
-        keys.read.add("rope_parameters")
+        if not own:
+            keys.absent["partial_rotary_factors"] = default
         parts = {kind: own[kind] for kind in types if isinstance(own.get(kind), dict)}
         shares = [parts.get(kind, {}).get("partial_rotary_factor", default) for kind in types]
-    if len(shares) != len(types):
-        raise keys.error("partial_rotary_factors", "as many as num_hidden_layers")
     of_layer = (
         rotary_dim(Keys({"partial_rotary_factor": share}, keys.where), width)
         for share in shares
@@ -192,19 +190,15 @@ def _rotated_widths(
 
 def _dense_layers(keys: Keys, count: int, num_first: int) -> list[bool]:
     """Return whether each layer has a dense MLP: the first ones, if a file does not say."""
-    types = keys.items("mlp_layer_types")
+    types = keys.entries("mlp_layer_types", count=count, allowed=("dense", "sparse"))
     if types is not None:
-        if len(types) != count or not set(types) <= {"dense", "sparse"}:
-            raise keys.error("mlp_layer_types", f"dense or sparse of {count} layers")
         return [kind == "dense" for kind in types]
-    ones = keys.items("moe_layer_freq")
+    ones = keys.entries("moe_layer_freq", count=count, allowed=(0, 1))
     if ones is not None:
-        if len(ones) != count or not set(map(str, ones)) <= {"0", "1"}:
-            raise keys.error("moe_layer_freq", f"0 or 1 of {count} layers")
         return [not one for one in ones]
-    listed = keys.raw.get("moe_layers_enum")
-    keys.read.add("moe_layers_enum")
+    listed = keys.any_value("moe_layers_enum")
     if listed is None:
+        keys.absent["mlp_layer_types"] = f"{num_first} dense layers, then experts"
         return [index < num_first for index in range(count)]
     numbers = listed.split(",") if isinstance(listed, str) else listed
     if not isinstance(numbers, list) or not all(
@@ -276,11 +270,11 @@ def _check_sliding_heads(keys: Keys, fields: Fields, v_width: int) -> None:
 
 def _types_of_numbers(keys: Keys, count: int) -> list[str]:
     """Return types of layers by the Hub's list of ones, which have a window, and zeros."""
-    numbers = keys.items("hybrid_layer_pattern")
+    numbers = keys.entries(
+        "hybrid_layer_pattern", count=count, allowed=(0, 1), rule="5 of 6 with a window"
+    )
     names = ["full_attention", "sliding_attention"]
     if numbers is None:
         is_full = [index == 0 or (index + 1) % 6 == 0 for index in range(count)]
         return [names[0] if full else names[1] for full in is_full]
-    if len(numbers) != count or not set(map(str, numbers)) <= {"0", "1"}:
-        raise keys.error("hybrid_layer_pattern", f"0 or 1 of {count} layers")
     return [names[int(number)] for number in numbers]

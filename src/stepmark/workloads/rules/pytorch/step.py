@@ -343,10 +343,6 @@ def _chunks(
 ) -> list[Chunk]:
     """Return the parts of the model by pipeline stage."""
     model = job.model
-    if model.tied_embeddings and count > 1:
-        raise ConfigError(
-            "pp", job.parallel.pp, f"1, since {model.name} ties embedding and head"
-        )
     lookup = technique.sharding.gathered if technique.sharding else technique.model_weights
     builder = UnitBuilder(
         job=job,

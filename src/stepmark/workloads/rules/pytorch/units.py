@@ -40,6 +40,10 @@ def groups_of(job: AnyJob) -> dict[str, Group]:
         raise ConfigError("tp", axes.tp, f"1, since {job.model.name} has {what}")
     if isinstance(job, Job):
         _check_pattern(job.model, axes.tp)
+        if job.model.tied_embeddings and axes.pp > 1:
+            raise ConfigError(
+                "pp", axes.pp, f"1, since {job.model.name} ties embedding and head"
+            )
     if isinstance(job, Job) and job.model.num_kv_heads % axes.tp:
         # ColwiseParallel divides rows evenly, so a rank would have a part of a head, which the
         # view over heads refuses (torchtitan b5bcd76, models/llama3/model/model.py).
