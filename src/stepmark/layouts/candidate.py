@@ -15,6 +15,9 @@ from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron.settings import CpComm, Dispatcher, Granularity
 
+PLAIN = PipelineSchedule.ONE_F_ONE_B.value
+_DEGREES = ("tp", "pp", "vpp", "cp", "ep", "dp", "mbs")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -107,6 +110,25 @@ class Candidate:
         }
 
     @property
+    def row(self) -> dict[str, Any]:
+        """What it differs in from others."""
+        return {**self.axes, "dp": self.parallel.data_ranks}
+
+    @property
     def needed_bytes(self) -> int:
         """Bytes of a device that the fullest rank needs. Raises ConfigError."""
         return self.memory.reserved_bytes + workload_memory.OUTSIDE_BYTES
+
+
+def place(row: Mapping[str, Any]) -> str:
+    """Return a layout as words."""
+    degrees = [f"{name} {row[name]}" for name in _DEGREES if row[name] > 1 or name == "mbs"]
+    again = "no recomputation"
+    if row["recompute"] != "none":
+        again = f"recomputed layers {row['recompute']}"
+    schedule = [] if row["pp_schedule"] == PLAIN else [row["pp_schedule"]]
+    degrees += [f"cp by {row['cp_comm_type']}"] if row["cp_comm_type"] else []
+    replicas = row["dp_replicate"]
+    replicated = [f"{replicas} replicas of the shards"] if replicas > 1 else []
+    hops = [row["dispatch"]] if row["dispatch"] else []
+    return ", ".join((row["framework"], *degrees, *schedule, *hops, *replicated, again))

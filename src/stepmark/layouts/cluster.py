@@ -7,6 +7,7 @@ from typing import Any
 
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
+from stepmark.layouts.layout_space import LayoutSpace
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.stage_costs import Seconds
 from stepmark.model.device import DeviceSpec, find_device_by_alias, unknown_device
@@ -79,6 +80,13 @@ class Cluster:
     @property
     def gpus_per_host(self) -> int:
         return self.network.gpus_per_host if self.network else IN_HOST
+
+    @property
+    def space(self) -> LayoutSpace:
+        """All layouts of these GPUs."""
+        return LayoutSpace(
+            options=self.options, num_gpus=self.num_gpus, gpus_per_host=self.gpus_per_host
+        )
 
     def job(self, candidate: Candidate) -> FrameworkJob:
         """Return the options with which `stepmark predict` predicts a layout."""

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -16,9 +16,10 @@ from stepmark.ground.options import argv
 from stepmark.ground.units import format_bytes
 from stepmark.ground.waiting import Waiting
 from stepmark.ground.workers import Workers, cores
+from stepmark.layouts.candidate import Candidate, place
 from stepmark.layouts.cluster import Cluster
-from stepmark.layouts.layout_space import Axes, LayoutSpace
-from stepmark.layouts.layout_work import Estimated, Searcher, Share, Simulated, TooLarge
+from stepmark.layouts.layout_space import Axes
+from stepmark.layouts.layout_work import Estimated, Searcher, Share, Simulated
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.predictions.factors import Anchored
 from stepmark.predictions.framework_job import FrameworkJob
@@ -37,7 +38,8 @@ class LayoutSearch:
     """Layouts for a number of GPUs that were simulated, the fastest first.
 
     neighbours: layouts that differ from the best in one axis each, of each axis the fastest;
-    that of another framework may differ in the others, too.
+    that of another framework may differ in the others, too. apart: the best without
+    --overlap-param-gather, if that is faster.
     estimates: of all layouts that may fit: seconds and least bytes. num_layouts: of all;
     num_too_large: of those, layouts that need more memory than allowed, as far as they were
     looked at. errors: of layouts whose step has no time.
@@ -46,6 +48,7 @@ class LayoutSearch:
     cluster: Cluster
     simulated: Sequence[Simulated]
     neighbours: Mapping[str, Simulated]
+    apart: Simulated | None
     estimates: Sequence[Estimated]
     num_layouts: int
     num_too_large: int
@@ -93,10 +96,9 @@ def search(
     """Return the best layouts for a number of GPUs. Raises ConfigError."""
     began_s = time.monotonic()
     cluster = Cluster(options, num_gpus, anchored)
-    space = LayoutSpace(options=options, num_gpus=num_gpus, gpus_per_host=cluster.gpus_per_host)
     assert cluster.most_bytes  # raises ConfigError for another device
     # Layouts of a share have steps of few layers in common.
-    shares = group_by(space.axes(), lambda axes: (axes.tp, axes.cp, axes.ep, axes.mbs))
+    shares = group_by(cluster.space.axes(), lambda axes: (axes.tp, axes.cp, axes.ep, axes.mbs))
     count = options.jobs or cores()
     with Workers(count if len(shares) > _IN_PLACE else 1, Searcher(cluster)) as workers:
         try:
@@ -104,6 +106,7 @@ def search(
             own.estimate([*shares.values()])
             own.simulate()
             neighbours = own.neighbours()
+            apart = own.apart()
         except BrokenProcessPool:
             allowed = "as many as there is memory for: a process of the search ended"
             raise ConfigError("jobs", count, allowed) from None
@@ -111,6 +114,7 @@ def search(
         cluster=cluster,
         simulated=own.simulated,
         neighbours=neighbours,
+        apart=apart,
         estimates=own.estimated,
         num_layouts=own.num_layouts,
         num_too_large=own.num_too_large,
@@ -129,8 +133,8 @@ class _Search:
     estimated: list[Estimated] = field(default_factory=list)
     num_layouts: int = 0
     num_too_large: int = 0
-    _results: dict[int, Simulated | TooLarge | ConfigError] = field(default_factory=dict)
-    _least_bytes: float = math.inf  # of layouts that cannot fit
+    _results: dict[int, Simulated | ConfigError | None] = field(default_factory=dict)
+    _bounds: list[tuple[float, Candidate]] = field(default_factory=list)  # of all memory
     errors: list[ConfigError] = field(default_factory=list)
 
     @property
@@ -148,14 +152,15 @@ class _Search:
                 shares.append(share)
                 waiting.progress = f"{len(shares)} of {len(axes)} groups"
         self.num_layouts = sum(share.num_layouts for share in shares)
-        self.num_too_large = sum(share.num_too_large for share in shares)
+        self._bounds = [each for share in shares for each in share.too_large]
+        self.num_too_large = len(self._bounds)
         if not self.num_layouts:
             refused = [share.refused for share in shares if share.refused]
-            raise refused[0] if refused else self._no_batch()
+            raise self._unsuitable(refused[0]) if refused else self._no_batch()
         self.estimated = sorted(
             (each for share in shares for each in share.estimated), key=lambda own: own.step_s
         )
-        self._least_bytes = min(share.least_bytes for share in shares)
+        self._bounds += [(each.least_bytes, each.candidate) for each in self.estimated]
         self.errors = [error for share in shares for error in share.errors]
 
     def simulate(self) -> None:
@@ -168,7 +173,7 @@ class _Search:
                 position = worth[-1] + 1
             self._simulate(self._front())
         if not self.simulated:
-            raise self._none() if self._least_bytes < math.inf else self.errors[0]
+            raise self._none() if self.num_too_large else self.errors[0]
 
     def _worth(self, first: int) -> list[int]:
         """Return the next positions, of layouts that are shown or may be the best."""
@@ -193,9 +198,8 @@ class _Search:
         self._results |= zip(new, results, strict=True)
         for position in new:
             result = self._results[position]
-            if isinstance(result, TooLarge):
+            if result is None:
                 self.num_too_large += 1
-                self._least_bytes = min(self._least_bytes, result.needed_bytes)
             elif isinstance(result, ConfigError):
                 self.errors.append(result)
 
@@ -231,6 +235,24 @@ class _Search:
                         del waiting[axis]
         return neighbours
 
+    def apart(self) -> Simulated | None:
+        """Return the best without --overlap-param-gather, if that is faster.
+
+        With it each stage gathers when its first micro-batch arrives, one after the other.
+        """
+        best = self.simulated[0]
+        own = best.candidate
+        if not own.is_megatron or own.parallel.pp == 1:
+            return None
+        changes = {"overlap_param_gather": False}
+        own = replace(
+            own, settings=replace(own.settings, **changes), options={**own.options, **changes}
+        )
+        layout = Estimated(candidate=own, step_s=0.0, least_bytes=0.0)
+        result = Searcher(self.cluster).simulated(layout)
+        is_faster = isinstance(result, Simulated) and result.row["step_s"] < best.row["step_s"]
+        return result if isinstance(result, Simulated) and is_faster else None
+
     def _no_batch(self) -> ConfigError:
         """Return that the batch is not divided by any layout."""
         allowed = (
@@ -239,14 +261,38 @@ class _Search:
         )
         return ConfigError("gbs", self.options.gbs, allowed)
 
+    def _unsuitable(self, refused: ConfigError) -> ConfigError:
+        """Return why a given degree has no layout, or near numbers of GPUs that have one."""
+        if getattr(self.options, refused.field, None):
+            return refused
+        count = self.cluster.num_gpus
+        unit = self.cluster.gpus_per_host if count > self.cluster.gpus_per_host else 1
+        below = range(count - (count % unit or unit), 3 * count // 4, -unit)
+        above = range(count - count % unit + unit, 5 * count // 4 + 1, unit)
+        nearest = [next(filter(self._has_layouts, side), None) for side in (below, above)]
+        words = [str(each) for each in nearest if each]
+        if not words:
+            return refused
+        allowed = f"a number that has layouts with --gbs {self.options.gbs}, such as "
+        return ConfigError("gpus", count, allowed + " or ".join(words))
+
+    def _has_layouts(self, num_gpus: int) -> bool:
+        space = Cluster(self.options, num_gpus).space
+        return any(space.layouts([*space.axes()]))
+
     def _none(self) -> ConfigError:
-        """Return that no layout fits."""
-        least, most = (
-            format_bytes(round(size)) for size in (self._least_bytes, self.cluster.most_bytes)
-        )
+        """Return that no layout fits, with the one that needs the least memory."""
+        least: tuple[float, Candidate | None] = (math.inf, None)
+        for bound, candidate in sorted(self._bounds, key=lambda own: own[0]):
+            if bound >= least[0]:
+                break
+            least = min(least, (candidate.needed_bytes, candidate), key=lambda own: own[0])
+        size, candidate = least
+        assert candidate
+        sizes = [format_bytes(round(each)) for each in (size, self.cluster.most_bytes)]
         allowed = (
-            f"more GPUs, or ones with more memory: layouts need {least} of a GPU at least, "
-            f"which may give {most}"
+            f"more GPUs, or ones with more memory: no layout needs less than {sizes[0]} of a "
+            f"GPU ({place(candidate.row)}), which may give {sizes[1]}"
         )
         return ConfigError("gpus", self.cluster.num_gpus, allowed)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepmark.ground.units import format_time
+from stepmark.layouts.candidate import PLAIN, place
 from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.layout_work import Simulated
 from stepmark.layouts.plan_options import ALL_TO_ALL, EXCHANGES, PlanOptions
@@ -14,12 +15,11 @@ from stepmark.tables.table import Table
 
 FRAMEWORKS = {"megatron": "Megatron", "pytorch": "PyTorch"}
 _RARE = ("vpp", "cp", "ep")  # axes
-_PLAIN = "1f1b"
 _UNNAMED = {"cp_comm_type": EXCHANGES[0], "dispatch": ALL_TO_ALL}  # where a row has no word
+_GATHERS = "each stage gathers its parameters when the first micro-batch arrives"
 _MOST_REASONS = 4
 _MOST_SMALLER = 3
 _TIE = 0.4  # chance of being faster than the first, from which a layout is worth a measurement
-_AXES = ("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "recompute")
 
 
 def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
@@ -81,20 +81,6 @@ def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
 _WORTH = 0.8
 
 
-def place(row: Row) -> str:
-    """Return a layout as words."""
-    degrees = [f"{name} {row[name]}" for name in _AXES[1:-1] if row[name] > 1 or name == "mbs"]
-    again = "no recomputation"
-    if row["recompute"] != "none":
-        again = f"recomputed layers {row['recompute']}"
-    schedule = [] if row["pp_schedule"] == _PLAIN else [row["pp_schedule"]]
-    degrees += [f"cp by {row['cp_comm_type']}"] if row["cp_comm_type"] else []
-    replicas = row["dp_replicate"]
-    replicated = [f"{replicas} replicas of the shards"] if replicas > 1 else []
-    hops = [row["dispatch"]] if row["dispatch"] else []
-    return ", ".join((row["framework"], *degrees, *schedule, *hops, *replicated, again))
-
-
 def _figures(best: Simulated, device_bytes: int | None) -> str:
     """Return the step, its rate, whether it fits, and what most of it is."""
     row = best.row
@@ -136,6 +122,9 @@ def _why(result: LayoutSearch) -> Iterator[str]:
             f"{len(ties)} more may be faster (a chance of {_TIE:.0%} or more by the errors "
             "of published steps): measure them"
         )
+    if result.apart:
+        change = _change(result.apart.row, best)
+        yield f"without --overlap-param-gather: {change} ({_GATHERS})"
     smaller = [row for row in result.rows[1:] if row["is_pareto"]]
     for row in smaller[:_MOST_SMALLER]:
         yield f"{gibibytes(row)} GiB: {place(row)}, {_change(row, best)}"
@@ -190,7 +179,7 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     chosen = ["tp", "pp"] + [name for name in _RARE if any(row[name] > 1 for row in rows)]
     exchanges = any(row["cp_comm_type"] for row in rows)
     several = len({row["gpus"] for row in rows}) > 1
-    has_schedules = any(row["pp_schedule"] != _PLAIN for row in rows)
+    has_schedules = any(row["pp_schedule"] != PLAIN for row in rows)
     has_hops = any(row["dispatch"] for row in rows)
     return [
         *([given("gpus", COUNT, "GPUs")] if several else []),
