@@ -80,6 +80,11 @@ def file_notes(job: FrameworkJob) -> tuple[str, ...]:
 
 def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
     """Return the workload of the job. Raises ConfigError."""
+    return make(*described(job))
+
+
+def described(job: FrameworkJob) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Return the framework, with the values of its options. Raises ConfigError."""
     names, files = named_files(job)
     if job.nproc and job.world_size and job.nproc != job.world_size:
         raise ConfigError("nproc", job.nproc, f"--world-size ({job.world_size})")
@@ -92,7 +97,7 @@ def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
     values = _values(job, cls)
     values |= {"model": "".join(names) or None, "world_size": job.world_size or job.nproc}
     values["config"] = "".join(files) or None
-    return make(find_rule(framework), tuple(values.items()))
+    return find_rule(framework), tuple(values.items())
 
 
 def basis_of(job: FrameworkJob) -> PredictOptions:

@@ -1,7 +1,7 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import cache, partial
 
@@ -98,6 +98,7 @@ def _predicted(
         inputs = with_host_of_step(inputs_of(options, workload))
     if anchored:
         inputs = replace(inputs, factors=anchored.factors)
+        anchored = replace(anchored, model_name=inputs.model_name)
     changes = dict(options.what_if or ())
     if changes and options.measured:
         allowed = "left out with --measured, which is of the device as it is"
@@ -186,10 +187,15 @@ def _step_s(inputs: Inputs, name: str, factor: float) -> float:
     return predict(replace(inputs, host_s=host_s)).step_s
 
 
-def anchored_by(options: Job, varied: Mapping[str, Set[str]] | None = None) -> Anchored:
+def anchored_by(
+    options: Job,
+    varied: Mapping[str, Set[str]] | None = None,
+    key: Callable[[Job], object] | None = None,
+) -> Anchored:
     """Return the factors by the anchors that the options name. Raises ConfigError.
 
     varied: options that each row of a table must state, with the columns that do.
+    key: of the options of a row, by which Anchored has its seconds.
     """
     from stepmark.predictions.anchored_steps import (  # noqa: PLC0415 - numpy
         fit_anchors,
@@ -197,12 +203,27 @@ def anchored_by(options: Job, varied: Mapping[str, Set[str]] | None = None) -> A
     )
 
     with Waiting("reading anchors"):
-        steps = [
-            replace(anchor, inputs=with_host_of_step(anchor.inputs))
-            for anchor in read_anchors(options, varied or {})
-        ]
+        anchors, notes = read_anchors(options, varied or {})
+        steps = [replace(anchor, inputs=with_host_of_step(anchor.inputs)) for anchor in anchors]
     with Waiting(f"fitting factors to {len(steps)} measured steps"):
-        return fit_anchors(steps, lambda own: predict(own).step, options.anchor or "")
+        for each in steps:
+            notes += _memory_notes(each.where, each.inputs)
+        anchored = fit_anchors(
+            steps, lambda own: predict(own).step, options.anchor or "", notes
+        )
+    if key is None:
+        return anchored
+    times_s = {key(each.job): each.measured_s for each in steps if each.job}
+    return replace(anchored, measured_s=times_s)
+
+
+def _memory_notes(name: str, inputs: Inputs) -> Iterator[str]:
+    """Yield that a measured step does not fit by its prediction."""
+    memory = predict(inputs).estimated_memory
+    if memory and memory.fits is False:
+        size = memory.reserved_bytes or memory.allocated_bytes
+        sizes = prediction_text.fit_text(memory.verdict, size, memory.device_bytes)
+        yield f"{name} {sizes} by its prediction: check its layout"
 
 
 def predict(inputs: Inputs) -> Prediction:
