@@ -282,17 +282,16 @@ class _Search:
 
     def _none(self) -> ConfigError:
         """Return that no layout fits, with the one that needs the least memory."""
-        least: tuple[float, Candidate | None] = (math.inf, None)
-        for bound, candidate in sorted(self._bounds, key=lambda own: own[0]):
-            if bound >= least[0]:
+        bounds = sorted(self._bounds, key=lambda own: own[0])
+        best = bounds[0][1]
+        for bound, candidate in bounds:
+            if bound >= best.needed_bytes:
                 break
-            least = min(least, (candidate.needed_bytes, candidate), key=lambda own: own[0])
-        size, candidate = least
-        assert candidate
-        sizes = [format_bytes(round(each)) for each in (size, self.cluster.most_bytes)]
+            best = min(best, candidate, key=lambda own: own.needed_bytes)
+        sizes = [format_bytes(round(x)) for x in (best.needed_bytes, self.cluster.most_bytes)]
         allowed = (
             f"more GPUs, or ones with more memory: no layout needs less than {sizes[0]} of a "
-            f"GPU ({place(candidate.row)}), which may give {sizes[1]}"
+            f"GPU ({place(best.row)}), which may give {sizes[1]}"
         )
         return ConfigError("gpus", self.cluster.num_gpus, allowed)
 

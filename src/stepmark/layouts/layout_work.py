@@ -39,7 +39,8 @@ class Share:
     """The layouts of some axes.
 
     too_large: layouts that cannot fit, with the bytes that they need at least. refused: the
-    first reason of a framework, which are no layouts. errors: of layouts whose step has no time.
+    first reason of a framework, which are no layouts. errors: of layouts whose step has no
+    time.
     """
 
     estimated: Sequence[Estimated]

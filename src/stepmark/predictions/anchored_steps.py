@@ -34,9 +34,9 @@ from stepmark.predictions.plan_columns import (
     NOTES,
     PLAN_COLUMNS,
     axes_left_out,
+    column_of,
     in_options,
     layout_of,
-    name_of,
     ranks_of,
     replaced_by,
     value_of,
@@ -171,7 +171,7 @@ def columns_of(varied: Iterable[Option]) -> Varied:
     """Return the columns that give a row the value of an option, by its name."""
     return {
         option.name: {
-            *(name_of(word)[0] for word in (option.name, *option.words)),
+            *(column_of(word)[0] for word in (option.name, *option.words)),
             *((DP,) if option.name in ("nproc", "world_size") else ()),
         }
         for option in varied
@@ -227,7 +227,7 @@ def _of_file(
         return
     rows = read_rows(read_text(path))
     number, heading = next(rows, (1, []))
-    columns = [*map(name_of, heading)]
+    columns = [*map(column_of, heading)]
     line = f"line {number}"
     try:
         notes += _check_columns([name for name, _ in columns], given, varied)
@@ -254,15 +254,14 @@ def _of_file(
 def _check_columns(
     columns: Sequence[str], given: Mapping[str, Any], varied: Varied
 ) -> Iterator[str]:
-    """Yield a note on columns that are not read. Raises ConfigError for wrong and missing ones."""
+    """Yield a note on columns that are not read. Raises ConfigError for wrong ones."""
     known = {*MEASURED, *IGNORED, *PLAN_COLUMNS, *_options_of(_class_of(given, {}))}
     unknown = [name for name in columns if name not in known and "framework" not in columns]
     missing = [name for name, own in varied.items() if not own & {*columns}]
     needed = f"a column {', '.join(missing)}, since the command has no single value of it"
     if unknown:
-        near = [nearest(name, known, 1) for name in unknown]
-        hints = " or ".join(own[0] for own in near if own)
-        rule = f"did you mean {hints}? It must be " if hints else ""
+        near = [word for name in unknown for word in nearest(name, known)]
+        rule = f"did you mean {' or '.join(near)}? It must be " if near else ""
         rule += f"an option of this command, or one of {', '.join(MEASURED)}"
         rule += f"; give {needed}" if missing else ""
         raise ConfigError("column", ", ".join(unknown), rule)
@@ -349,7 +348,7 @@ def _options_of(cls: type[AnyOptions]) -> dict[str, Option]:
     """Return the options that a column may name, by their names and spellings."""
     allowed = [option for option in options(cls) if option.name not in _NOT_OF_ROWS]
     return {
-        name_of(word)[0]: option
+        column_of(word)[0]: option
         for option in allowed
         for word in (option.name, *option.words)
         if not word.startswith("--no-")

@@ -29,7 +29,7 @@ class Interval:
 
     basis: which predictions the errors are of. traits: what these have in common with this one.
     median_ratio: of measured over predicted seconds, where the errors alone have the prediction
-    outside of the range, which then ends at it.
+    outside of the range, which then ends at it. num_anchors: too few for an interval.
     """
 
     low_s: float | None
@@ -39,6 +39,7 @@ class Interval:
     traits: tuple[str, ...] = ()
     median_ratio: float | None = None
     coverage: float = COVERAGE
+    num_anchors: int = 0
 
     @property
     def is_known(self) -> bool:
@@ -55,8 +56,15 @@ class Interval:
             return f"no interval: {self.num_rows} {self.basis}, {_FEWEST} needed"
         ends = with_one_unit(format_time(self.low_s), "to", format_time(self.high_s))
         text = f"{100 * self.coverage:.0f} % interval {ends} by {self.num_rows} {self.basis}"
+        text += f" ({'; '.join(self.traits)})" if self.traits else ""
         if self.median_ratio is not None:
-            text += f", which took {self.median_ratio:.2g} x as long in the median"
+            # The range ends at the prediction, on the side where the others are not.
+            predicted_s = self.low_s if self.median_ratio > 1 else self.high_s
+            expected = format_time(self.median_ratio * predicted_s)
+            text += f", which took {self.median_ratio:.2g} x as long in the median: expect "
+            text += f"{expected}, not {format_time(predicted_s)}"
+        if self.num_anchors:
+            text += f", without factors ({self.num_anchors} of {_FEWEST} anchors that it needs)"
         return text
 
 

@@ -51,9 +51,9 @@ _OF_RECOMPUTE = (
 )
 
 
-def name_of(column: str) -> tuple[str, str]:
+def column_of(heading: str) -> tuple[str, str]:
     """Return the name of a column by its heading, and the unit of its cells or ""."""
-    name = re.sub(r"[-\s]+", "_", column.strip().lstrip("-").lower())
+    name = re.sub(r"[-\s]+", "_", heading.strip().lstrip("-").lower())
     if own := _TIME.fullmatch(name):
         unit = next(filter(None, own.groups()), "")
         return "step", _UNITS.get(unit, unit)

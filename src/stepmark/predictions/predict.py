@@ -129,12 +129,19 @@ def interval_of(
 ) -> tuple[Interval | None, list[str]]:
     """Return the interval by anchors, by calibrated steps or by published ones, and notes.
 
-    Anchors without factors change no step: where they are few, its interval stays.
+    Where anchors are few, it is that of the prediction without factors, and has the one with.
     """
     if anchored:
-        interval = anchored.interval(prediction.step_s)
-        if interval.is_known or anchored.factors:
-            return interval, [] if interval.is_known else [str(interval)]
+        own = anchored.interval(prediction.step_s)
+        if own.is_known:
+            return own, []
+        plain = replace(prediction.inputs, factors={})
+        plain_step = predict(plain) if anchored.factors else prediction
+        interval, notes = interval_of(plain_step)
+        if interval is None or not interval.is_known:
+            return own, [str(own), *notes]
+        interval = interval.reaching(prediction.step_s)
+        return replace(interval, num_anchors=len(anchored.rows)), notes
     if prediction.inputs.calibration:
         return calibrated_errors.interval_of(prediction, calibrated_error(prediction.inputs))
     return sheet_errors.interval_of(prediction)
