@@ -1,6 +1,6 @@
 """A layout of a model on a number of GPUs."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -108,6 +108,11 @@ class Candidate:
             "mbs": self.job.mbs,
             "recompute": self.recompute,
         }
+
+    @property
+    def step(self) -> Hashable:
+        """What its step is, however it was described."""
+        return self.job, self.settings
 
     @property
     def row(self) -> dict[str, Any]:

@@ -61,6 +61,9 @@ class Cluster:
     @cached_property
     def device(self) -> DeviceSpec:
         device = find_device_by_alias(self.options.device)
+        if device is None and "," in self.options.device:
+            allowed = "one device: `stepmark plan` searches the layouts of one"
+            raise ConfigError("device", self.options.device, allowed)
         if device is None:
             raise unknown_device(self.options.device)
         if device.hbm_bytes is None:
@@ -80,6 +83,10 @@ class Cluster:
     @property
     def gpus_per_host(self) -> int:
         return self.network.gpus_per_host if self.network else IN_HOST
+
+    def measured_s(self, candidate: Candidate) -> float | None:
+        """Return the seconds of a layout among the anchors."""
+        return self.anchored.measured_s.get(candidate.step) if self.anchored else None
 
     @property
     def space(self) -> LayoutSpace:

@@ -37,6 +37,7 @@ _IN_PLACE = 8  # shares of axes that one process estimates faster than several
 class LayoutSearch:
     """Layouts for a number of GPUs that were simulated, the fastest first.
 
+    Measured ones, of anchors, are in the place of their measured times.
     neighbours: layouts that differ from the best in one axis each, of each axis the fastest;
     that of another framework may differ in the others, too. apart: the best without
     --overlap-param-gather, if that is faster.
@@ -63,8 +64,8 @@ class LayoutSearch:
         """
         rows = [each.row for each in self.simulated]
         least = [math.inf, *accumulate((row["reserved_bytes"] for row in rows), min)]
-        first_s = rows[0]["step_s"]
-        chances = [None, *(self._chance_faster(row["step_s"] / first_s) for row in rows[1:])]
+        ratios = [each.time_s / self.best.time_s for each in self.simulated[1:]]
+        chances = [None, *map(self._chance_faster, ratios)]
         return [
             row | {"is_pareto": row["reserved_bytes"] < before, "chance_faster": chance}
             for row, before, chance in zip(rows, least, chances, strict=False)
@@ -75,6 +76,11 @@ class LayoutSearch:
         has_factors = anchored is not None and bool(anchored.factors)
         is_by_sheet = not (self.cluster.options.calibration or has_factors)
         return chance_faster(ratio) if is_by_sheet else None
+
+    @property
+    def best_measured(self) -> Simulated | None:
+        """The fastest layout among the anchors."""
+        return next((each for each in self.simulated if each.row["measured_s"]), None)
 
     @property
     def best(self) -> Simulated:
@@ -141,7 +147,7 @@ class _Search:
     def simulated(self) -> list[Simulated]:
         """Return the simulated layouts, the fastest first."""
         own = [each for each in self._results.values() if isinstance(each, Simulated)]
-        return sorted(own, key=lambda each: float(each.row["step_s"]))
+        return sorted(own, key=lambda each: each.time_s)
 
     def estimate(self, axes: Sequence[Sequence[Axes]]) -> None:
         """Estimate all layouts. Raises ConfigError where there is none."""
@@ -172,6 +178,11 @@ class _Search:
                 waiting.progress = f"{len(self._results)} so far"
                 position = worth[-1] + 1
             self._simulate(self._front())
+            self._simulate(
+                position
+                for position, each in enumerate(self.estimated)
+                if self.cluster.measured_s(each.candidate)
+            )
         if not self.simulated:
             raise self._none() if self.num_too_large else self.errors[0]
 

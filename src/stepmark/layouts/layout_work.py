@@ -33,6 +33,11 @@ class Simulated:
     ledger: Ledger
     figures: Mapping[str, Any]
 
+    @property
+    def time_s(self) -> float:
+        """Return the seconds of the step: measured ones, or else predicted ones."""
+        return float(self.row["measured_s"] or self.row["step_s"])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
@@ -106,6 +111,7 @@ class Searcher:
             **candidate.row,
             **row_of(figures),
             "estimated_s": layout.step_s,
+            "measured_s": self.cluster.measured_s(candidate),
         }
         return Simulated(
             candidate=candidate, row=row, ledger=prediction.step.ledger, figures=figures

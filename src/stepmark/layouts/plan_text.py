@@ -25,7 +25,8 @@ _TIE = 0.4  # chance of being faster than the first, from which a layout is wort
 def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
     """Yield the answer for one number of GPUs."""
     best = result.rows[0]
-    yield f"{best['name']} on {result.cluster.num_gpus} {options.device}: {place(best)}"
+    where = f"{best['name']} on {result.cluster.num_gpus} {options.device}"
+    yield f"{where}: {place(best)}{_against_measured(result)}"
     yield f"  {_figures(result.best, result.cluster.device.hbm_bytes)}"
     yield f"  {_assumed(options, result)}"
     yield f"  {_searched(result)}"
@@ -38,6 +39,16 @@ def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
         yield from anchor_lines(result.cluster.anchored.document())
 
 
+def _against_measured(result: LayoutSearch) -> str:
+    """Return whether the best was measured, where layouts were."""
+    measured = result.best_measured
+    if measured is None:
+        return ""
+    if measured is result.best:
+        return f", measured: {format_time(measured.time_s)}; no other is predicted to be faster"
+    return f", not measured yet; the fastest measured takes {format_time(measured.time_s)}"
+
+
 def _assumed(options: PlanOptions, result: LayoutSearch) -> str:
     """Return what the times are of."""
     cluster = result.cluster
@@ -48,13 +59,16 @@ def _assumed(options: PlanOptions, result: LayoutSearch) -> str:
     network = cluster.network.name if cluster.network else "one host"
     length = result.best.candidate.job.model.seq_len
     packed = f", packed from pieces ({options.packing.text})" if options.packing else ""
-    around = result.best.figures["interval"]
-    interval = f", {Interval(**around)}" if around else ""
     return (
         f"{costs}, network {network}; {options.gbs:,} sequences of {length:,} tokens a step"
-        f"{packed}, "
-        f"{options.precision or 'bf16'}, {options.memory:.0%} of the memory{interval}"
+        f"{packed}, {options.precision or 'bf16'}, {options.memory:.0%} of the memory"
+        f"{_interval(result.best)}"
     )
+
+
+def _interval(best: Simulated) -> str:
+    around = best.figures["interval"]
+    return f", {Interval(**around)}" if around else ""
 
 
 def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
@@ -76,6 +90,10 @@ def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
         text += f"; with {later[0].row['gpus']} more of their time goes to {name}"
         text += f" ({more_s:+.1%} of the step)"
     yield text
+    for each in searches:
+        bounds = f"{limit_text(each.best.figures)}{_interval(each.best)}"
+        yield f"{each.cluster.num_gpus} GPUs: {bounds}{_against_measured(each)}"
+        yield f"  {each.command}"
 
 
 _WORTH = 0.8
@@ -168,6 +186,10 @@ def _chance(row: Row) -> str:
     return "" if row["chance_faster"] is None else f"{100 * row['chance_faster']:.0f}"
 
 
+def _measured(row: Row) -> str:
+    return format_time(row["measured_s"]) if row["measured_s"] else ""
+
+
 def _data_ranks(row: Row) -> str:
     """Return the data ranks, as replicas x shards where there are such."""
     replicas = row["dp_replicate"]
@@ -192,6 +214,7 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
         given("mbs", COUNT),
         given("recompute", TEXT, "ckpt"),
         given("step_s", NUMBER, "step", step_text),
+        given("measured_s", NUMBER, "measured", _measured),
         given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", whole("tokens_per_s_gpu")),
         given("mfu_pct", PERCENT, "MFU"),
         given("reserved_bytes", NUMBER, "GiB", gibibytes),

@@ -1,6 +1,6 @@
 """Factors on the costs of a prediction: one per kind of work, and per tier of messages."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import log
@@ -79,7 +79,7 @@ class Anchored:
     left_out: tuple[str, ...] = ()
     table_notes: tuple[str, ...] = ()
     model_name: str = ""
-    measured_s: Mapping[object, float] = field(default_factory=dict)
+    measured_s: Mapping[Hashable, float] = field(default_factory=dict)
 
     @property
     def error(self) -> float:

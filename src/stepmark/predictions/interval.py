@@ -64,7 +64,7 @@ class Interval:
             text += f", which took {self.median_ratio:.2g} x as long in the median: expect "
             text += f"{expected}, not {format_time(predicted_s)}"
         if self.num_anchors:
-            text += f", without factors ({self.num_anchors} of {_FEWEST} anchors that it needs)"
+            text += f", without factors ({self.num_anchors} anchors have none, {_FEWEST} have)"
         return text
 
 

@@ -1,7 +1,7 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import cache, partial
 
@@ -41,6 +41,7 @@ _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 
 
 Job = PredictOptions | FrameworkJob
+Varied = Mapping[str, Set[str]]  # columns that state an option, by its name
 
 
 def run(job: Job) -> int:
@@ -196,8 +197,8 @@ def _step_s(inputs: Inputs, name: str, factor: float) -> float:
 
 def anchored_by(
     options: Job,
-    varied: Mapping[str, Set[str]] | None = None,
-    key: Callable[[Job], object] | None = None,
+    varied: Varied | None = None,
+    key: Callable[[Job], Hashable] | None = None,
 ) -> Anchored:
     """Return the factors by the anchors that the options name. Raises ConfigError.
 
