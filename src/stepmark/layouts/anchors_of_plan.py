@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.read_text import read_text
 from stepmark.layouts.cluster import inputs_of_cluster
 from stepmark.layouts.layout_space import megatron_settings, model_of
 from stepmark.layouts.plan_options import (
@@ -18,9 +17,8 @@ from stepmark.layouts.plan_options import (
 )
 from stepmark.predictions.factors import Anchored
 from stepmark.predictions.framework_job import FrameworkJob, described, options_class
-from stepmark.predictions.plan_columns import DP, column_of
-from stepmark.predictions.predict import Job, Varied, anchored_by
-from stepmark.text_tables.delimited_rows import read_rows
+from stepmark.predictions.plan_columns import DP
+from stepmark.predictions.predict import Job, anchored_by
 from stepmark.workloads import workload_flags
 from stepmark.workloads.workload import job_of
 
@@ -67,18 +65,10 @@ def anchored_by_plan(options: PlanOptions) -> Anchored | None:
     own = {name: value for name, value in (values | single).items() if value is not None}
     if is_unknown:
         allowed = "megatron or pytorch, since rows of --anchor are steps of one framework"
-        raise ConfigError("framework", BOTH, allowed + _missing(options.anchor, varied))
+        raise ConfigError("framework", BOTH, f"{allowed}; they must state {', '.join(varied)}")
     job = options_class(framework)(framework=framework, **own)
     anchored = anchored_by(job, varied, _step_of)
     return replace(anchored, model_name=model_of(options).name)
-
-
-def _missing(path: str, varied: Varied) -> str:
-    """Return the columns that a table of anchors needs, too."""
-    _, heading = next(read_rows(read_text(Path(path))), (1, []))
-    columns = {column_of(cell)[0] for cell in heading}
-    names = [name for name, own in varied.items() if not own & columns]
-    return f"; and {Path(path).name} needs a column {', '.join(names)}" if names else ""
 
 
 def _step_of(job: Job) -> Hashable:
@@ -86,4 +76,4 @@ def _step_of(job: Job) -> Hashable:
     assert isinstance(job, FrameworkJob)
     framework, values = described(job)
     cls = workload_flags.options_class(framework, has_ignored=False)
-    return job_of(cls(**dict(values)))[:2]
+    return job_of(cls(**{**dict(values), "model": job.models[0], "config": None}))[:2]

@@ -6,9 +6,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.grouping import group_by
@@ -39,8 +39,7 @@ class LayoutSearch:
 
     Measured ones, of anchors, are in the place of their measured times.
     neighbours: layouts that differ from the best in one axis each, of each axis the fastest;
-    that of another framework may differ in the others, too. apart: the best without
-    --overlap-param-gather, if that is faster.
+    that of another framework may differ in the others, too.
     estimates: of all layouts that may fit: seconds and least bytes. num_layouts: of all;
     num_too_large: of those, layouts that need more memory than allowed, as far as they were
     looked at. errors: of layouts whose step has no time.
@@ -49,7 +48,6 @@ class LayoutSearch:
     cluster: Cluster
     simulated: Sequence[Simulated]
     neighbours: Mapping[str, Simulated]
-    apart: Simulated | None
     estimates: Sequence[Estimated]
     num_layouts: int
     num_too_large: int
@@ -112,7 +110,6 @@ def search(
             own.estimate([*shares.values()])
             own.simulate()
             neighbours = own.neighbours()
-            apart = own.apart()
         except BrokenProcessPool:
             allowed = "as many as there is memory for: a process of the search ended"
             raise ConfigError("jobs", count, allowed) from None
@@ -120,7 +117,6 @@ def search(
         cluster=cluster,
         simulated=own.simulated,
         neighbours=neighbours,
-        apart=apart,
         estimates=own.estimated,
         num_layouts=own.num_layouts,
         num_too_large=own.num_too_large,
@@ -246,24 +242,6 @@ class _Search:
                         del waiting[axis]
         return neighbours
 
-    def apart(self) -> Simulated | None:
-        """Return the best without --overlap-param-gather, if that is faster.
-
-        With it each stage gathers when its first micro-batch arrives, one after the other.
-        """
-        best = self.simulated[0]
-        own = best.candidate
-        if not own.is_megatron or own.parallel.pp == 1:
-            return None
-        changes = {"overlap_param_gather": False}
-        own = replace(
-            own, settings=replace(own.settings, **changes), options={**own.options, **changes}
-        )
-        layout = Estimated(candidate=own, step_s=0.0, least_bytes=0.0)
-        result = Searcher(self.cluster).simulated(layout)
-        is_faster = isinstance(result, Simulated) and result.row["step_s"] < best.row["step_s"]
-        return result if isinstance(result, Simulated) and is_faster else None
-
     def _no_batch(self) -> ConfigError:
         """Return that the batch is not divided by any layout."""
         allowed = (
@@ -277,19 +255,13 @@ class _Search:
         if getattr(self.options, refused.field, None):
             return refused
         count = self.cluster.num_gpus
-        unit = self.cluster.gpus_per_host if count > self.cluster.gpus_per_host else 1
-        below = range(count - (count % unit or unit), 3 * count // 4, -unit)
-        above = range(count - count % unit + unit, 5 * count // 4 + 1, unit)
-        nearest = [next(filter(self._has_layouts, side), None) for side in (below, above)]
-        words = [str(each) for each in nearest if each]
-        if not words:
-            return refused
-        allowed = f"a number that has layouts with --gbs {self.options.gbs}, such as "
-        return ConfigError("gpus", count, allowed + " or ".join(words))
-
-    def _has_layouts(self, num_gpus: int) -> bool:
-        space = Cluster(self.options, num_gpus).space
-        return any(space.layouts([*space.axes()]))
+        unit = min(self.cluster.gpus_per_host, count)
+        near = sorted(range(unit, 2 * count, unit), key=lambda other: abs(other - count))
+        spaces = ((other, Cluster(self.options, other).space) for other in near)
+        fit = (str(other) for other, own in spaces if any(own.layouts([*own.axes()])))
+        words = " or ".join(islice(fit, 2))
+        allowed = f"a number that has layouts with --gbs {self.options.gbs}, such as {words}"
+        return ConfigError("gpus", count, allowed) if words else refused
 
     def _none(self) -> ConfigError:
         """Return that no layout fits, with the one that needs the least memory."""

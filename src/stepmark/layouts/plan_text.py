@@ -16,7 +16,10 @@ from stepmark.tables.table import Table
 FRAMEWORKS = {"megatron": "Megatron", "pytorch": "PyTorch"}
 _RARE = ("vpp", "cp", "ep")  # axes
 _UNNAMED = {"cp_comm_type": EXCHANGES[0], "dispatch": ALL_TO_ALL}  # where a row has no word
-_GATHERS = "each stage gathers its parameters when the first micro-batch arrives"
+_GATHERS = (
+    "predict without --overlap-param-gather, too: with it, each stage gathers its parameters "
+    "when its first micro-batch arrives, one stage after the other"
+)
 _MOST_REASONS = 4
 _MOST_SMALLER = 3
 _TIE = 0.4  # chance of being faster than the first, from which a layout is worth a measurement
@@ -140,9 +143,8 @@ def _why(result: LayoutSearch) -> Iterator[str]:
             f"{len(ties)} more may be faster (a chance of {_TIE:.0%} or more by the errors "
             "of published steps): measure them"
         )
-    if result.apart:
-        change = _change(result.apart.row, best)
-        yield f"without --overlap-param-gather: {change} ({_GATHERS})"
+    if best["framework"] == "megatron" and best["pp"] > best["vpp"] == 1:
+        yield _GATHERS
     smaller = [row for row in result.rows[1:] if row["is_pareto"]]
     for row in smaller[:_MOST_SMALLER]:
         yield f"{gibibytes(row)} GiB: {place(row)}, {_change(row, best)}"

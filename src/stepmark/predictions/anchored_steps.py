@@ -8,7 +8,7 @@ as predictions have it, or a training log, whose path is relative to the file. A
 pp or dp states its layout, whatever that of the command is.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -33,6 +33,7 @@ from stepmark.predictions.plan_columns import (
     LABEL,
     NOTES,
     PLAN_COLUMNS,
+    Varied,
     axes_left_out,
     column_of,
     in_options,
@@ -51,6 +52,7 @@ from stepmark.workloads.rules import find_rule
 
 MEASURED = ("step", "tokens_per_s_gpu", "tokens_per_s", "log", "mfu")  # the best first
 _NO_TIME = ("", "-", "oom", "n/a", "na", "none", "fail", "failed", "out of memory")
+_NO_VALUE = ", since the command has no single value of it"
 _SAME = 0.02  # of a time, by which two figures of a row may differ
 MOST_ANCHORS = 50
 _NOT_OF_ROWS = (
@@ -72,7 +74,6 @@ _NUDGE = 0.01  # of a factor, for the part of the critical path that is in propo
 _ROUNDS = 2  # of predictions with factors, after which these are fitted anew
 
 StepOf = Callable[[Inputs], SteadyStep]
-Varied = Mapping[str, Set[str]]  # columns that state an option, by its name
 AnyOptions = PredictOptions | FrameworkJob
 
 
@@ -80,8 +81,8 @@ AnyOptions = PredictOptions | FrameworkJob
 class Anchor:
     """A measured step, and the inputs of its prediction.
 
-    left_out: axes that are 1 because the row has no cell of theirs. layout: in words. job: the
-    options that predict it.
+    left_out: axes that are 1 because the row has no cell of theirs. layout: in brackets. job:
+    the options that predict it.
     """
 
     name: str
@@ -90,11 +91,6 @@ class Anchor:
     left_out: tuple[str, ...] = ()
     layout: str = ""
     job: AnyOptions | None = None
-
-    @property
-    def where(self) -> str:
-        """Return its name with its layout."""
-        return f"{self.name} ({self.layout})" if self.layout else self.name
 
 
 def fit_anchors(
@@ -118,7 +114,7 @@ def fit_anchors(
         rows=tuple(
             AnchorRow(
                 name=anchor.name,
-                where=anchor.where,
+                where=anchor.name + anchor.layout,
                 model=anchor.inputs.model_name,
                 measured_s=anchor.measured_s,
                 predicted_s=step.time_s({}),
@@ -241,7 +237,8 @@ def _of_file(
             if without_time := _drop_words(cells):
                 notes.append(f"{line} is left out: {without_time}")
                 continue
-            _check_varied(cells, varied)
+            if missing := _missing(cells, varied):
+                raise ConfigError(missing, None, f"a column {missing}{_NO_VALUE}")
             inputs, job = _inputs(given, cells)
             measured_s = _measured_s(inputs, cells, path.parent)
             _check_peak(inputs, measured_s, next(name for name in MEASURED if name in cells))
@@ -257,20 +254,25 @@ def _check_columns(
     """Yield a note on columns that are not read. Raises ConfigError for wrong ones."""
     known = {*MEASURED, *IGNORED, *PLAN_COLUMNS, *_options_of(_class_of(given, {}))}
     unknown = [name for name in columns if name not in known and "framework" not in columns]
-    missing = [name for name, own in varied.items() if not own & {*columns}]
-    needed = f"a column {', '.join(missing)}, since the command has no single value of it"
+    missing = _missing(columns, varied)
     if unknown:
         near = [word for name in unknown for word in nearest(name, known)]
         rule = f"did you mean {' or '.join(near)}? It must be " if near else ""
         rule += f"an option of this command, or one of {', '.join(MEASURED)}"
-        rule += f"; give {needed}" if missing else ""
+        rule += f"; also give a column {missing}{_NO_VALUE}" if missing else ""
         raise ConfigError("column", ", ".join(unknown), rule)
     if missing:
-        raise ConfigError(", ".join(missing), None, needed)
+        raise ConfigError(missing, None, f"a column {missing}{_NO_VALUE}")
     if not {*columns} & {*MEASURED}:
         raise ConfigError("the measured time", None, f"a column {', '.join(MEASURED)}")
     if unread := [name for name in columns if name in NOTES]:
         yield f"columns that are not read: {', '.join(unread)}"
+
+
+def _missing(columns: Iterable[str], varied: Varied) -> str:
+    """Return the options that no column states."""
+    stated = {*columns}
+    return ", ".join(name for name, own in varied.items() if not own & stated)
 
 
 def _drop_words(cells: dict[str, str]) -> str:
@@ -282,14 +284,6 @@ def _drop_words(cells: dict[str, str]) -> str:
     if cells.keys() & {*MEASURED}:
         return ""
     return ", ".join(words.values()) or "its time is empty"
-
-
-def _check_varied(cells: Mapping[str, str], varied: Varied) -> None:
-    """Raise ConfigError for a row without what it must state."""
-    for name, columns in varied.items():
-        if not columns & cells.keys():
-            allowed = f"a cell of column {name}, since the command has no single value of it"
-            raise ConfigError(name, None, allowed)
 
 
 def _class_of(given: Mapping[str, Any], cells: Mapping[str, str]) -> type[AnyOptions]:

@@ -1,12 +1,13 @@
 """Columns of `stepmark plan` as options of a prediction: its flags and its printed headings."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from math import prod
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
 
+Varied = Mapping[str, Set[str]]  # columns that state an option, by its name
 DP = "dp"
 LABEL = "label"
 NOTES = ("notes", "note", "comment", "comments", "remark", "remarks")
@@ -39,7 +40,7 @@ _RATE = re.compile(r"(?:tokens|tok|token)(?:/|_per_)(?:s|sec|second)(?:(/|_per_)
 _UNITS = {"sec": "s", "seconds": "s", "msec": "ms"}
 _ABOUT = re.compile(r"[~\u2248] *(?=\d)")  # before a number
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
-PLAN_COLUMNS = ("vpp", "recompute", "ac", "pp_schedule", "framework")  # some rules lack them
+PLAN_COLUMNS = ("vpp", "recompute", "ac", "pp_schedule", "pp_stages")  # some rules lack them
 _LAYOUT = ("framework", "tp", "pp", "vpp", "cp", "ep", DP, "nproc", "mbs", "recompute")
 _AXES = ("tp", "pp", "cp")  # with the data ranks these are all ranks
 # Axes that plan's tables leave out where they are 1 in all rows.
@@ -77,8 +78,9 @@ def axes_left_out(cells: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def layout_of(cells: Mapping[str, str]) -> str:
-    """Return the layout of a row in words."""
-    return ", ".join(f"{name} {cells[name]}" for name in _LAYOUT if name in cells)
+    """Return the layout of a row in brackets."""
+    words = [f"{name} {cells[name]}" for name in _LAYOUT if name in cells]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def replaced_by(cells: Mapping[str, str]) -> tuple[str, ...]:

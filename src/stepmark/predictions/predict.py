@@ -1,7 +1,7 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 
@@ -22,6 +22,7 @@ from stepmark.predictions.inputs import Inputs, changed
 from stepmark.predictions.interval import Interval
 from stepmark.predictions.measured_step import CLOSE, HOST, Figure, MeasuredStep, factor_for
 from stepmark.predictions.note import Topic, noted
+from stepmark.predictions.plan_columns import Varied
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import FACTORS, PredictOptions, show_what_if
 from stepmark.predictions.prediction import Prediction
@@ -41,7 +42,6 @@ _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 
 
 Job = PredictOptions | FrameworkJob
-Varied = Mapping[str, Set[str]]  # columns that state an option, by its name
 
 
 def run(job: Job) -> int:
@@ -215,13 +215,11 @@ def anchored_by(
         steps = [replace(anchor, inputs=with_host_of_step(anchor.inputs)) for anchor in anchors]
     with Waiting(f"fitting factors to {len(steps)} measured steps"):
         for each in steps:
-            notes += _memory_notes(each.where, each.inputs)
+            notes += _memory_notes(each.name + each.layout, each.inputs)
         anchored = fit_anchors(
             steps, lambda own: predict(own).step, options.anchor or "", notes
         )
-    if key is None:
-        return anchored
-    times_s = {key(each.job): each.measured_s for each in steps if each.job}
+    times_s = {key(each.job): each.measured_s for each in steps if key and each.job}
     return replace(anchored, measured_s=times_s)
 
 
