@@ -30,6 +30,7 @@ from stepmark.predictions.sheet_errors import chance_faster
 # (validation/plan_estimates.py: 4.0 % of 609, 12.3 % of 328).
 _ABOVE = {"megatron": 0.04, "pytorch": 0.123}
 _MOST_SIMULATED = 200
+_MOST_UNITS = 16  # hosts by which other numbers of GPUs are apart
 _IN_PLACE = 8  # shares of axes that one process estimates faster than several
 
 
@@ -256,7 +257,9 @@ class _Search:
             return refused
         count = self.cluster.num_gpus
         unit = min(self.cluster.gpus_per_host, count)
-        near = sorted(range(unit, 2 * count, unit), key=lambda other: abs(other - count))
+        first = max(unit, (count // unit - _MOST_UNITS) * unit)
+        others = range(first, count + _MOST_UNITS * unit, unit)
+        near = sorted(others, key=lambda other: abs(other - count))
         spaces = ((other, Cluster(self.options, other).space) for other in near)
         fit = (str(other) for other, own in spaces if any(own.layouts([*own.axes()])))
         words = " or ".join(islice(fit, 2))

@@ -30,15 +30,10 @@ def page(options: PlanOptions, searches: Sequence[LayoutSearch], text: Sequence[
         lead="" if several else "; ".join(line.strip() for line in text[1:4]),
         command="" if several else searches[0].command,
         sections=[
-            Section("Layouts", [preformatted(*_table(text), is_table=True)]),
+            Section("Layouts", [preformatted(*text[text.index("") + 1 :], is_table=True)]),
             *(section for each in searches for section in _sections(each, several=several)),
         ],
     )
-
-
-def _table(text: Sequence[str]) -> Sequence[str]:
-    """Return the lines from the table on."""
-    return text[text.index("") + 1 :]
 
 
 def _sections(result: LayoutSearch, *, several: bool) -> Iterator[Section | Figure]:

@@ -1,6 +1,6 @@
 """What `stepmark plan` prints: the best layout, what was searched, rows, and why it is best."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepmark.ground.units import format_time
 from stepmark.layouts.candidate import PLAIN, place
@@ -183,13 +183,9 @@ def parts_s(each: Simulated) -> Mapping[str, float]:
     return {**parts, "contention": figures["contention_s"]}
 
 
-def _chance(row: Row) -> str:
-    """Return the chance that a layout is faster than the first."""
-    return "" if row["chance_faster"] is None else f"{100 * row['chance_faster']:.0f}"
-
-
-def _measured(row: Row) -> str:
-    return format_time(row["measured_s"]) if row["measured_s"] else ""
+def _optional(name: str, shown: Callable[[float], str]) -> Callable[[Row], str]:
+    """Return what shows a value that some rows lack."""
+    return lambda row: "" if row[name] is None else shown(row[name]).removesuffix("%")
 
 
 def _data_ranks(row: Row) -> str:
@@ -216,11 +212,11 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
         given("mbs", COUNT),
         given("recompute", TEXT, "ckpt"),
         given("step_s", NUMBER, "step", step_text),
-        given("measured_s", NUMBER, "measured", _measured),
+        given("measured_s", NUMBER, "measured", _optional("measured_s", format_time)),
         given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", whole("tokens_per_s_gpu")),
         given("mfu_pct", PERCENT, "MFU"),
         given("reserved_bytes", NUMBER, "GiB", gibibytes),
-        given("chance_faster", NUMBER, "win %", _chance),
+        given("chance_faster", NUMBER, "win %", _optional("chance_faster", "{:.0%}".format)),
         given("days", PERCENT),
         given("cost", NUMBER, words=whole("cost")),
     ]

@@ -312,7 +312,8 @@ def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> tuple[Inputs,
         value = _switch(column, text) if option.is_switch else text
         changed[option.name] = [value] if option.is_list else value
     if "model" in cells:
-        changed |= {"models": [cells["model"]], "model": None, "model_size": None}
+        changed = {name: changed[name] for name in changed.keys() - {"model", "model_size"}}
+        changed["models"] = [cells["model"]]
     for name in changed.keys() - {option.name for option in options(cls)}:
         framework = cells.get("framework") or given.get("framework")
         raise ConfigError(name, changed[name], f"left out with --framework {framework}")
