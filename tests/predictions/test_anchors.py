@@ -282,9 +282,7 @@ def test_columns_of_plan_are_columns_of_anchors(tmp_path: Path) -> None:
 def test_units_of_headings(heading: str, value: str, tmp_path: Path) -> None:
     """A cell's own unit goes before that of its heading; numbers may be as they are printed."""
     path = tmp_path / "measured.md"
-    path.write_text(
-        f"| name | MBS | {heading} | GiB |\n|---|---|\n| a | 1 | {value} | 9 |"
-    )
+    path.write_text(f"| name | MBS | {heading} | GiB |\n|---|---|\n| a | 1 | {value} | 9 |")
     (row,) = predicted(tmp_path, "--seq-len", "4096", "--anchor", str(path))["anchors"]["rows"]
     assert row["name"] == "line 3 (a)"
     assert row["measured_s"] == pytest.approx(2.0)
@@ -419,7 +417,10 @@ def test_steps_of_a_run_are_anchors(tmp_path: Path) -> None:
         ("dp,tp,step\n8,4,1s", "nproc (16) / (tp x pp x cp), which here is 32 ranks; a column"),
         ("layout,mbs,step\nwide,x,1s", "line 2 (wide): mbs x is invalid"),
         ("mbs,step (h)\n1,9d", "line 2: step 9d is invalid"),
-        ("mbs,seq-len (K),step\n1,8,9s", "line 1: column seq_len_(k) is invalid: did you mean seq_len?"),
+        (
+            "mbs,seq-len (K),step\n1,8,9s",
+            "line 1: column seq_len_(k) is invalid: did you mean seq_len?",
+        ),
         ("mbs,step\n1,1s\n1,36.2ms", "line 3: step '36.2 ms' is invalid: it must be at least "),
         ("dp,step\n2x0,1s", "line 2: dp 2x0 is invalid"),
         ("mbs;step\n1;1s\n\nx;1s", "line 4: mbs x is invalid"),

@@ -92,11 +92,11 @@ def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
         name, more_s = _largest(later[0], last, per_gpu=True)
         text += f"; with {later[0].row['gpus']} more of their time goes to {name}"
         text += f" ({more_s:+.1%} of the step)"
-    yield text
     for each in searches:
         bounds = f"{limit_text(each.best.figures)}{_interval(each.best)}"
         yield f"{each.cluster.num_gpus} GPUs: {bounds}{_against_measured(each)}"
         yield f"  {each.command}"
+    yield text
 
 
 _WORTH = 0.8
