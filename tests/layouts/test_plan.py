@@ -467,7 +467,7 @@ def test_the_answer_comes_first() -> None:
         ({"device": "h1000"}, "device", ""),
         ({"models": ("llama-3.1-405b",), "gpus": (8,)}, "gpus", "no layout needs less"),
         ({"device": "h100,h200"}, "device", "must be one device"),
-        ({"gpus": (14,), "gbs": 16, "framework": "megatron"}, "gpus", "such as 16 or 8"),
+        ({"models": ("llama-3.1-70b",), "gpus": (250,), "gbs": 1024}, "gpus", "248 or 256"),
         ({"tp": (3,)}, "gbs", "multiple of the data ranks"),
         ({"models": ("nothing",)}, "model", ""),
         ({"network": "nowhere"}, "network", ""),
