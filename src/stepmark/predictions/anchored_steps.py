@@ -8,7 +8,7 @@ as predictions have it, or a training log, whose path is relative to the file. A
 pp or dp states its layout, whatever that of the command is.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -51,8 +51,7 @@ from stepmark.text_tables.delimited_rows import read_rows
 from stepmark.workloads.rules import find_rule
 
 MEASURED = ("step", "tokens_per_s_gpu", "tokens_per_s", "log", "mfu")  # the best first
-_NO_TIME = ("", "-", "oom", "n/a", "na", "none", "fail", "failed", "out of memory")
-_NO_VALUE = ", since the command has no single value of it"
+_EMPTY = ("", "-", "oom", "n/a", "failed", "out of memory")  # cells
 _SAME = 0.02  # of a time, by which two figures of a row may differ
 MOST_ANCHORS = 50
 _NOT_OF_ROWS = (
@@ -226,19 +225,24 @@ def _of_file(
     columns = [*map(column_of, heading)]
     line = f"line {number}"
     try:
-        notes += _check_columns([name for name, _ in columns], given, varied)
+        _check_columns([name for name, _ in columns], given, varied)
+        notes += [f"column {name} is not read" for name, _ in columns if name in NOTES]
         for number, row in rows:
             line = f"line {number}"
             if len(row) != len(columns):
                 raise ConfigError("its cells", len(row), f"as many as columns: {len(columns)}")
-            pairs = zip(columns, row, strict=True)
-            cells = {name: value_of(text, unit) for (name, unit), text in pairs if text}
+            pairs = [*zip(columns, row, strict=True)]
+            cells = {
+                name: value_of(text, unit)
+                for (name, unit), text in pairs
+                if text.lower() not in _EMPTY
+            }
             line += f" ({cells[LABEL]})" if LABEL in cells else ""
-            if without_time := _drop_words(cells):
-                notes.append(f"{line} is left out: {without_time}")
+            if not cells.keys() & {*MEASURED}:
+                words = [text for (name, _), text in pairs if name in MEASURED and text]
+                notes.append(f"{line} is left out: its time is {', '.join(words) or 'empty'}")
                 continue
-            if missing := _missing(cells, varied):
-                raise ConfigError(missing, None, f"a column {missing}{_NO_VALUE}")
+            _check_columns(cells, given, varied)
             inputs, job = _inputs(given, cells)
             measured_s = _measured_s(inputs, cells, path.parent)
             _check_peak(inputs, measured_s, next(name for name in MEASURED if name in cells))
@@ -248,42 +252,22 @@ def _of_file(
         raise ConfigError(field, error.value, error.allowed) from None
 
 
-def _check_columns(
-    columns: Sequence[str], given: Mapping[str, Any], varied: Varied
-) -> Iterator[str]:
-    """Yield a note on columns that are not read. Raises ConfigError for wrong ones."""
+def _check_columns(columns: Collection[str], given: Mapping[str, Any], varied: Varied) -> None:
+    """Raise ConfigError for columns that are wrong, and for those that are missing."""
     known = {*MEASURED, *IGNORED, *PLAN_COLUMNS, *_options_of(_class_of(given, {}))}
     unknown = [name for name in columns if name not in known and "framework" not in columns]
-    missing = _missing(columns, varied)
+    missing = ", ".join(name for name, own in varied.items() if not own & {*columns})
+    needed = f"a column {missing}, since the command has no single value of it"
     if unknown:
         near = [word for name in unknown for word in nearest(name, known)]
         rule = f"did you mean {' or '.join(near)}? It must be " if near else ""
         rule += f"an option of this command, or one of {', '.join(MEASURED)}"
-        rule += f"; also give a column {missing}{_NO_VALUE}" if missing else ""
+        rule += f"; also give {needed}" if missing else ""
         raise ConfigError("column", ", ".join(unknown), rule)
     if missing:
-        raise ConfigError(missing, None, f"a column {missing}{_NO_VALUE}")
+        raise ConfigError(missing, None, needed)
     if not {*columns} & {*MEASURED}:
         raise ConfigError("the measured time", None, f"a column {', '.join(MEASURED)}")
-    if unread := [name for name in columns if name in NOTES]:
-        yield f"columns that are not read: {', '.join(unread)}"
-
-
-def _missing(columns: Iterable[str], varied: Varied) -> str:
-    """Return the options that no column states."""
-    stated = {*columns}
-    return ", ".join(name for name, own in varied.items() if not own & stated)
-
-
-def _drop_words(cells: dict[str, str]) -> str:
-    """Drop cells without a measured time, and return why the row then has none, else ""."""
-    words = {name: cells[name] for name in MEASURED if name in cells}
-    for name, text in words.items():
-        if text.lower() in _NO_TIME:
-            del cells[name]
-    if cells.keys() & {*MEASURED}:
-        return ""
-    return ", ".join(words.values()) or "its time is empty"
 
 
 def _class_of(given: Mapping[str, Any], cells: Mapping[str, str]) -> type[AnyOptions]:
@@ -315,8 +299,7 @@ def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> tuple[Inputs,
         changed = {name: changed[name] for name in changed.keys() - {"model", "model_size"}}
         changed["models"] = [cells["model"]]
     for name in changed.keys() - {option.name for option in options(cls)}:
-        framework = cells.get("framework") or given.get("framework")
-        raise ConfigError(name, changed[name], f"left out with --framework {framework}")
+        raise ConfigError(name, changed[name], f"left out with --framework {cls.__doc__}")
     row = build(cls, changed)
     if DP in cells:
         row = build(cls, changed | _ranks(cells, row))

@@ -56,13 +56,15 @@ class Interval:
             return f"no interval: {self.num_rows} {self.basis}, {_FEWEST} needed"
         ends = with_one_unit(format_time(self.low_s), "to", format_time(self.high_s))
         text = f"{100 * self.coverage:.0f} % interval {ends} by {self.num_rows} {self.basis}"
-        text += f" ({'; '.join(self.traits)})" if self.traits else ""
+        traits = "; ".join(self.traits)
+        text += f" ({traits})".replace("(the host", "(bound by the host") if traits else ""
         if self.median_ratio is not None:
             # The range ends at the prediction, on the side where the others are not.
-            predicted_s = self.low_s if self.median_ratio > 1 else self.high_s
-            expected = format_time(self.median_ratio * predicted_s)
-            text += f", which took {self.median_ratio:.2g} x as long in the median: expect "
-            text += f"{expected}, not {format_time(predicted_s)}"
+            own_s = self.low_s if self.median_ratio > 1 else self.high_s
+            text += (
+                f", which took {self.median_ratio:.2g} x as long in the median: "
+                f"expect {format_time(self.median_ratio * own_s)}, not {format_time(own_s)}"
+            )
         if self.num_anchors:
             text += f", without factors ({self.num_anchors} anchors have none, {_FEWEST} have)"
         return text

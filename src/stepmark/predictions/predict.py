@@ -136,9 +136,8 @@ def interval_of(
         own = anchored.interval(prediction.step_s)
         if own.is_known:
             return own, []
-        plain = replace(prediction.inputs, factors={})
-        plain_step = predict(plain) if anchored.factors else prediction
-        interval, notes = interval_of(plain_step)
+        plain = predict(replace(prediction.inputs, factors={}))
+        interval, notes = interval_of(plain)
         if interval is None or not interval.is_known:
             return own, [str(own), *notes]
         interval = interval.reaching(prediction.step_s)
@@ -211,8 +210,8 @@ def anchored_by(
     )
 
     with Waiting("reading anchors"):
-        anchors, notes = read_anchors(options, varied or {})
-        steps = [replace(anchor, inputs=with_host_of_step(anchor.inputs)) for anchor in anchors]
+        rows, notes = read_anchors(options, varied or {})
+        steps = [replace(row, inputs=with_host_of_step(row.inputs)) for row in rows]
     with Waiting(f"fitting factors to {len(steps)} measured steps"):
         for each in steps:
             notes += _memory_notes(each.name + each.layout, each.inputs)

@@ -43,12 +43,10 @@ def read_rows(text: str) -> Iterator[tuple[int, list[str]]]:
 def _without_text(lines: Sequence[str]) -> list[str]:
     """Return the lines with empty ones for those around the first table of Markdown."""
     rules = (number for number, line in enumerate(lines) if _IS_RULE.fullmatch(line.strip()))
-    rule = next(rules, 0)
-    if not rule:
+    if not (rule := next(rules, 0)):
         return [*lines]
-    ends = (number for number, line in enumerate(lines) if number > rule and "|" not in line)
-    table = range(rule - 1, next(ends, len(lines)))
-    return [line if number in table else "" for number, line in enumerate(lines)]
+    end = next((n for n in range(rule, len(lines)) if "|" not in lines[n]), len(lines))
+    return [line if rule - 1 <= n < end else "" for n, line in enumerate(lines)]
 
 
 def _between_spaces(lines: Sequence[str]) -> list[str]:
