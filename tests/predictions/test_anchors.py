@@ -372,7 +372,7 @@ def test_rows_that_cannot_be_the_step_are_named(tmp_path: Path) -> None:
     assert any(note.startswith("line 5 (mbs 2) is far from the other") for note in notes)
     assert any(note.startswith("line 4 (mbs 64) DOES NOT FIT (") for note in notes)
     assert "line 6 is of another model: gpt2-1.5b@2-layers" in notes
-    assert "line 7 is left out: OOM" in notes
+    assert "line 7 is left out: its time is OOM" in notes
 
 
 def test_few_anchors_without_a_factor_leave_the_interval(tmp_path: Path) -> None:
