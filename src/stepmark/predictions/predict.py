@@ -136,7 +136,8 @@ def interval_of(
         own = anchored.interval(prediction.step_s)
         if own.is_known:
             return own, []
-        plain = predict(replace(prediction.inputs, factors={}))
+        inputs = replace(prediction.inputs, factors={})
+        plain = predict(inputs) if anchored.factors else prediction
         interval, notes = interval_of(plain)
         if interval is None or not interval.is_known:
             return own, [str(own), *notes]
