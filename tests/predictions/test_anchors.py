@@ -393,6 +393,7 @@ def test_steps_of_a_run_are_anchors(tmp_path: Path) -> None:
     document = predicted(tmp_path, "--anchor", str(run))
     rows = document["anchors"]["rows"]
     assert {row["name"].split()[0] for row in rows} >= {"gpt2-1.5b"}
+    assert not any("another model" in note for note in document["anchors"]["notes"])
     assert all(0.3 < row["predicted_s"] / row["measured_s"] < 2 for row in rows)
 
 

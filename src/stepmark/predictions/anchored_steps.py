@@ -114,7 +114,7 @@ def fit_anchors(
             AnchorRow(
                 name=anchor.name,
                 where=anchor.name + anchor.layout,
-                model=anchor.inputs.model_name,
+                model=anchor.inputs.workload.name if anchor.job else "",
                 measured_s=anchor.measured_s,
                 predicted_s=step.time_s({}),
                 left_out_s=left_out_s,

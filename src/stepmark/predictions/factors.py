@@ -48,7 +48,7 @@ def part_of(work: Work) -> Part:
 class AnchorRow:
     """Seconds of a measured step. left_out_s: predicted by factors of the other ones.
 
-    where: its name with its layout. model: that of the step.
+    where: its name with its layout. model: that of a row of a table.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Anchored:
         notes += [
             f"{row.name} is of another model: {row.model}"
             for row in self.rows
-            if row.model != self.model_name and self.model_name
+            if self.model_name and row.model not in ("", self.model_name)
         ]
         large = [
             f"{part} {factor:.3g}"

@@ -86,10 +86,6 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
     @property
-    def model_name(self) -> str:
-        return self.workload.model.name if self.workload.model else ""
-
-    @property
     def num_ranks(self) -> int:
         return self.case.num_ranks if self.case else self.workload.world_size
 

@@ -99,7 +99,7 @@ def _predicted(
         inputs = with_host_of_step(inputs_of(options, workload))
     if anchored:
         inputs = replace(inputs, factors=anchored.factors)
-        anchored = replace(anchored, model_name=inputs.model_name)
+        anchored = replace(anchored, model_name=inputs.workload.name)
     changes = dict(options.what_if or ())
     if changes and options.measured:
         allowed = "left out with --measured, which is of the device as it is"
