@@ -35,11 +35,10 @@ from published_steps import grouped, nanotron_bytes, score  # noqa: E402
 
 from stepmark.ground.errors import ConfigError  # noqa: E402
 from stepmark.ground.units import GIB, format_time  # noqa: E402
-from stepmark.layouts.candidate import Candidate  # noqa: E402
+from stepmark.layouts.candidate import Candidate, place  # noqa: E402
 from stepmark.layouts.cluster import Cluster  # noqa: E402
 from stepmark.layouts.layout_space import LayoutSpace  # noqa: E402
 from stepmark.layouts.plan_options import PlanOptions  # noqa: E402
-from stepmark.layouts.plan_text import place  # noqa: E402
 from stepmark.layouts.stage_costs import Estimator  # noqa: E402
 from stepmark.model.device import find_device_by_alias  # noqa: E402
 from stepmark.model.model import ModelConfig  # noqa: E402

@@ -14,8 +14,9 @@ import pytest
 from stepmark.cli.main import status
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import argv, build
+from stepmark.ground.units import format_bytes
 from stepmark.ground.waiting import Waiting
-from stepmark.layouts.candidate import Candidate
+from stepmark.layouts.candidate import Candidate, place
 from stepmark.layouts.cluster import Cluster
 from stepmark.layouts.layer_kinds import stages_of
 from stepmark.layouts.layout_search import search
@@ -263,6 +264,36 @@ def test_the_bound_of_memory_is_one(own: PlanOptions) -> None:
         assert least_bytes(candidate) <= candidate.memory.reserved_bytes, candidate.options
 
 
+@pytest.mark.parametrize("device", ["h100-sxm", "h200"])
+def test_no_layout_needs_less_than_the_one_that_is_named(device: str) -> None:
+    """It is derived, also where a bound leaves all layouts out."""
+    own = options(models=("llama-3.1-70b",), gpus=(4,), gbs=64, device=device, mbs=(1,))
+    own = dataclasses.replace(own, seq_len=8192, recompute=("full",))
+    least = min(layouts(own), key=lambda each: each.needed_bytes)
+    size, where = format_bytes(least.needed_bytes), place(least.row)
+    with pytest.raises(ConfigError, match=re.escape(f"less than {size} of a GPU ({where})")):
+        search(own, 4)
+
+
+def test_measured_layouts_have_their_times(tmp_path: Path) -> None:
+    """The first layout is the best measured one, or another that is predicted to be faster."""
+    own = options(framework="megatron", tp=(1, 2, 4), pp=(2,), mbs=(1,), recompute=("none",))
+    own = dataclasses.replace(own, vpp=(1,), gbs=64)
+    (before,), _ = plan(own)
+    first, second = before.rows[:2]
+    file = tmp_path / "anchors.csv"
+    for factor, words in ((1.0, "s; no other is predicted"), (1.9, "not measured yet; the")):
+        step_s = factor * first["step_s"]
+        file.write_text(f"tp,pp,step\n{first['tp']},2,{step_s}s\n")
+        changed = dataclasses.replace(own, anchor=str(file))
+        (after,), _ = plan(changed)
+        assert words in next(lines_of_count(changed, after))
+        measured = {row["tp"]: row["measured_s"] for row in after.rows}
+        assert measured[first["tp"]] == pytest.approx(step_s)
+        assert measured[second["tp"]] is None
+        assert after.rows[0]["tp"] == (first if factor == 1.0 else second)["tp"]
+
+
 def test_ranges_are_the_layouts() -> None:
     own = options(tp=(2,), pp=(4,), mbs=(2,), recompute=("half",), framework="megatron")
     for candidate in layouts(own):
@@ -300,13 +331,14 @@ def test_anchors_of_a_plan_are_predicted_as_its_rows(framework: str, tmp_path: P
 @pytest.mark.parametrize(
     ("columns", "changes", "expected"),
     [
-        ("pp,mbs,ckpt", {}, "line 2: tp is missing: give a column tp, since"),
+        ("pp,mbs,ckpt", {}, "line 1: tp is missing: give a column tp, since"),
         ("tp,mbs,ckpt", {}, "give a column pp"),
         ("tp,pp,ckpt", {}, "give a column mbs"),
         ("tp,pp,mbs", {}, "give a column recompute"),
         ("tp,pp,mbs,ckpt", {"cp": (2,), "cp_comm_type": ("a2a",)}, "a column cp_comm_type"),
         ("tp,pp,mbs,ckpt", {"gpus": (16, 32)}, "give a column nproc"),
-        ("tp,pp,mbs,ckpt", {"framework": "both"}, "it must be megatron or pytorch, since"),
+        ("tp,pp", {}, "line 1: mbs, recompute is missing: give a column mbs, recompute, since"),
+        ("tp,pp,mbs", {"framework": "both"}, "they must state tp, pp, mbs, recompute"),
     ],
 )
 def test_a_row_of_anchors_states_what_layouts_differ_in(
@@ -460,7 +492,9 @@ def test_the_answer_comes_first() -> None:
     [
         ({"gbs": 7, "tp": (1,), "pp": (1,)}, "gbs", "multiple of the data ranks"),
         ({"device": "h1000"}, "device", ""),
-        ({"models": ("llama-3.1-405b",), "gpus": (8,)}, "gpus", "layouts need"),
+        ({"models": ("llama-3.1-405b",), "gpus": (8,)}, "gpus", "no layout needs less"),
+        ({"device": "h100,h200"}, "device", "must be one device"),
+        ({"models": ("llama-3.1-70b",), "gpus": (250,), "gbs": 1024}, "gpus", "248 or 256"),
         ({"tp": (3,)}, "gbs", "multiple of the data ranks"),
         ({"models": ("nothing",)}, "model", ""),
         ({"network": "nowhere"}, "network", ""),

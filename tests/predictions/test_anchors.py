@@ -186,6 +186,7 @@ def test_rows_of_a_file_are_predictions(measured: str, tmp_path: Path) -> None:
         value = {
             "step": f"{1.4e3 * own['step_s']}ms",
             "tokens_per_s_gpu": str(own["tokens_per_s_gpu"] / 1.4),
+            "tokens_per_s": str(own["tokens_per_s"] / 1.4),
             "mfu": f"{own['mfu_pct'] / 1.4}%",
             "log": f"{index}.log",
         }[measured]
@@ -216,6 +217,10 @@ def test_rows_of_a_file_are_predictions(measured: str, tmp_path: Path) -> None:
         "\n| **mbs** | `step` |\r\n|---:|:---|\n| 1 | 1s |\n| 2 | 1.5s |\n",
         "\n MBS   step\n --- ------\n  1    1s\n\n  2  1.5 s\n",
         "\nmbs step (s)  win %\n1   1s   40\n2   1.5s   30\n",
+        "mbs  seq len  time per step (s)\n1    4096     1s\n2    4096     ~1.5\n",
+        "mbs;Seq;s/it;notes\n1;4,096;1s;good, warm\n2;4096;1,5;\n",
+        "Of May 9:\n\n mbs | ms/step |\n---|---|\n1 | 1s |\n2 | 1.5s |\n\nmbs 1 | best",
+        "mbs,step\n1,1s\n4,OOM\n4,\n2,1.5s\n",
     ],
 )
 def test_tables_of_any_delimiter(text: str, tmp_path: Path) -> None:
@@ -224,7 +229,7 @@ def test_tables_of_any_delimiter(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     rows = predicted(tmp_path, "--anchor", str(path))["anchors"]["rows"]
     assert [row["measured_s"] for row in rows] == [1.0, 1.5]
-    lines = text.split("\n")
+    lines = text.replace(",", ".").split("\n")
     starts = [
         next(n for n, line in enumerate(lines, 1) if time in line) for time in ("1s", "1.5")
     ]
@@ -255,7 +260,8 @@ def test_columns_of_plan_are_columns_of_anchors(tmp_path: Path) -> None:
         predicted(tmp_path, *words, "--anchor", str(path))["anchors"]["rows"]
         for path in (plans, options)
     ]
-    assert rows[0] == rows[1]
+    first, second = ([row | {"where": ""} for row in own] for own in rows)
+    assert first == second
     assert len({row["predicted_s"] for row in rows[0]}) == 4
 
 
@@ -268,14 +274,15 @@ def test_columns_of_plan_are_columns_of_anchors(tmp_path: Path) -> None:
         ("time (ms)", "2 s"),
         ("tok/s/GPU", "2,048"),
         ("tokens/s/GPU", "2,048.0"),
+        ("tokens per second per GPU", "2048"),
+        ("tokens/s", "32,768"),
+        ("step (s) | tok/s/gpu | MFU", "2 | 2,050 | 99"),
     ],
 )
 def test_units_of_headings(heading: str, value: str, tmp_path: Path) -> None:
     """A cell's own unit goes before that of its heading; numbers may be as they are printed."""
     path = tmp_path / "measured.md"
-    path.write_text(
-        f"| name | MBS | {heading} | GiB |\n|---|---|---|---|\n| a | 1 | {value} | 9 |"
-    )
+    path.write_text(f"| name | MBS | {heading} | GiB |\n|---|---|\n| a | 1 | {value} | 9 |")
     (row,) = predicted(tmp_path, "--seq-len", "4096", "--anchor", str(path))["anchors"]["rows"]
     assert row["name"] == "line 3 (a)"
     assert row["measured_s"] == pytest.approx(2.0)
@@ -325,11 +332,14 @@ def test_a_row_may_name_another_framework(
     document = predicted(tmp_path, *words, "--anchor", str(path))
     assert [row["name"] for row in document["anchors"]["rows"]] == ["line 2", "line 3"]
     assert [row["measured_s"] for row in document["anchors"]["rows"]] == [1.2, 1.5]
-    assert document["interval"]["low_s"] is None
+    alone = predicted(tmp_path, *words)["interval"]
+    assert document["interval"]["low_s"] == alone["low_s"]
+    assert document["interval"]["high_s"] == max(alone["high_s"], document["step_s"])
+    assert document["interval"]["num_anchors"] == 2
     printed = capsys.readouterr().out
     assert "factors on costs: 6.19" in printed
     assert "  note: factors above 2 or below 0.5: 6.19 for all costs; " in printed
-    assert f"note: no interval: 2 anchors of {path}, 9 needed" in printed
+    assert ", without factors (2 anchors have none, 9 have)" in " ".join(printed.split())
 
 
 def test_doubtful_anchors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,13 +352,27 @@ def test_doubtful_anchors_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     anchors = predicted(tmp_path, "--mbs", "1", "--anchor", str(path))["anchors"]
     outlier, factors = anchors["notes"]
-    assert outlier.startswith("line 8 is far from the other anchors: it took ")
+    assert outlier.startswith("line 8 (mbs 1) is far from the other anchors: it took ")
     assert factors.startswith("factors above 2 or below 0.5: 2.5 for all costs; ")
     printed = capsys.readouterr().out
     assert f"  note: {outlier}\n" in printed
     assert "  errors: line 8 -9" in printed
     assert status([*COMMAND, "--mbs", "1,2", "--anchor", str(path)]) == 0
-    assert "note: line 8 is far from the other anchors" in capsys.readouterr().out
+    assert "note: line 8 (mbs 1) is far from the other anchors" in capsys.readouterr().out
+
+
+def test_rows_that_cannot_be_the_step_are_named(tmp_path: Path) -> None:
+    """A layout that does not fit, one that is off the others by half, another model."""
+    own = {mbs: predicted(tmp_path, "--mbs", mbs)["step_s"] for mbs in ("1", "2", "64")}
+    path = tmp_path / "measured.csv"
+    rows = [f"llama-3.1-8b,{mbs},{1.1 * step_s}" for mbs, step_s in own.items()]
+    rows += [f"llama-3.1-8b,2,{2.0 * own['2']}", "gpt2-1.5b,1,9"]
+    path.write_text("\n".join(["model,mbs,step", *rows, "llama-3.1-8b,8,OOM"]))
+    notes = predicted(tmp_path, "--anchor", str(path))["anchors"]["notes"]
+    assert any(note.startswith("line 5 (mbs 2) is far from the other") for note in notes)
+    assert any(note.startswith("line 4 (mbs 64) DOES NOT FIT (") for note in notes)
+    assert "line 6 is of another model: gpt2-1.5b@2-layers" in notes
+    assert "line 7 is left out: its time is OOM" in notes
 
 
 def test_few_anchors_without_a_factor_leave_the_interval(tmp_path: Path) -> None:
@@ -360,7 +384,7 @@ def test_few_anchors_without_a_factor_leave_the_interval(tmp_path: Path) -> None
     assert after["anchors"]["factors"] == {}
     assert after["anchors"]["notes"] == []
     assert after["step_s"] == step_s
-    assert after["interval"] == before["interval"]
+    assert after["interval"] == before["interval"] | {"num_anchors": 3}
     assert after["interval"]["low_s"] is not None
 
 
@@ -369,18 +393,21 @@ def test_steps_of_a_run_are_anchors(tmp_path: Path) -> None:
     document = predicted(tmp_path, "--anchor", str(run))
     rows = document["anchors"]["rows"]
     assert {row["name"].split()[0] for row in rows} >= {"gpt2-1.5b"}
+    assert not any("another model" in note for note in document["anchors"]["notes"])
     assert all(0.3 < row["predicted_s"] / row["measured_s"] < 2 for row in rows)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("tp,colour,step\n2,red,1s", "line 2: column colour is invalid: it must be an option"),
-        ("tp,recomputation,step\n2,full,1s", "line 2: column recomputation"),
+        ("tp,colour,step\n2,red,1s", "line 1: column colour is invalid: it must be an option"),
+        ("tp,recomputation,hue,step\n2,full,3,1s", "line 1: column 'recomputation, hue'"),
+        ("tp,TFLOP/s/GPU\n2,400", "line 1: column tflop/s/gpu is invalid"),
         ("tp,step\n1,1s\nx,1s", "line 3: tp x is invalid: it must be a whole number"),
         ("mbs,step\n1,-1s", "line 2: step -1s is invalid"),
-        ("mbs\n1", "line 2: the measured time is missing: give exactly one of step,"),
-        ("mbs,step,mfu\n1,1s,40", "exactly one of step, tokens_per_s_gpu, mfu"),
+        ("mbs\n1", "line 1: the measured time is missing: give a column step,"),
+        ("mbs,step,tok/s/gpu\n1,1s,40", "line 2: step 1s is invalid: it must be what tokens"),
+        ("mbs,step\n1,OOM", "1 to 50 measured steps, not 0"),
         ("mbs,mfu\n1,140", "line 2: mfu 140 is invalid"),
         ("tp,step\n3,1s", "line 2: nproc 16 is invalid: it must be a multiple of --tp (3)"),
         ("tp,step\n2,1s,3", "line 2: its cells: '3' is invalid"),
@@ -391,7 +418,10 @@ def test_steps_of_a_run_are_anchors(tmp_path: Path) -> None:
         ("dp,tp,step\n8,4,1s", "nproc (16) / (tp x pp x cp), which here is 32 ranks; a column"),
         ("layout,mbs,step\nwide,x,1s", "line 2 (wide): mbs x is invalid"),
         ("mbs,step (h)\n1,9d", "line 2: step 9d is invalid"),
-        ("mbs,seq-len (K),step\n1,8,9s", "column 'seq_len (k)' is invalid"),
+        (
+            "mbs,seq-len (K),step\n1,8,9s",
+            "line 1: column seq_len_(k) is invalid: did you mean seq_len?",
+        ),
         ("mbs,step\n1,1s\n1,36.2ms", "line 3: step '36.2 ms' is invalid: it must be at least "),
         ("dp,step\n2x0,1s", "line 2: dp 2x0 is invalid"),
         ("mbs;step\n1;1s\n\nx;1s", "line 4: mbs x is invalid"),
@@ -415,7 +445,7 @@ def test_a_list_needs_a_column_of_the_anchors(
     file.write_text("nproc,step\n8,50ms\n")
     assert status([*words, "--anchor", str(file)]) == 2
     assert (
-        "line 2: mbs is missing: give a column mbs, since the command has no"
+        "line 1: mbs is missing: give a column mbs, since the command has no"
         in capsys.readouterr().err
     )
     file.write_text("mbs,step\n1,60ms\n2,60ms\n")

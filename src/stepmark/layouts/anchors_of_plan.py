@@ -1,5 +1,7 @@
 """Measured steps of a table as anchors of a plan, predicted as its own layouts are."""
 
+from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 
 from stepmark.ground.errors import ConfigError
@@ -14,9 +16,11 @@ from stepmark.layouts.plan_options import (
     PlanOptions,
 )
 from stepmark.predictions.factors import Anchored
-from stepmark.predictions.framework_job import options_class
+from stepmark.predictions.framework_job import FrameworkJob, described, options_class
 from stepmark.predictions.plan_columns import DP
-from stepmark.predictions.predict import anchored_by
+from stepmark.predictions.predict import Job, anchored_by
+from stepmark.workloads import workload_flags
+from stepmark.workloads.workload import job_of
 
 _SHARED = ("models", "gbs", "seq_len", "packing", "precision", "imbalance")
 _DEFAULTS = {
@@ -45,10 +49,8 @@ def anchored_by_plan(options: PlanOptions) -> Anchored | None:
     if options.anchor is None:
         return None
     framework = options.framework
+    is_unknown = framework == BOTH and Path(options.anchor).is_file()
     if framework == BOTH:
-        if Path(options.anchor).is_file():
-            allowed = "megatron or pytorch, since rows of --anchor are steps of one framework"
-            raise ConfigError("framework", framework, allowed)
         framework = MEGATRON  # steps of a run have their own
     values = {name: getattr(options, name) for name in _SHARED} | inputs_of_cluster(options)
     if framework == MEGATRON:
@@ -61,4 +63,17 @@ def anchored_by_plan(options: PlanOptions) -> Anchored | None:
         if getattr(options, name) != default:
             varied[name] = _COLUMNS[name]
     own = {name: value for name, value in (values | single).items() if value is not None}
-    return anchored_by(options_class(framework)(framework=framework, **own), varied)
+    if is_unknown:
+        allowed = "megatron or pytorch, since rows of --anchor are steps of one framework"
+        raise ConfigError("framework", BOTH, f"{allowed}; they must state {', '.join(varied)}")
+    job = options_class(framework)(framework=framework, **own)
+    anchored = anchored_by(job, varied, _step_of)
+    return replace(anchored, model_name=model_of(options).name)
+
+
+def _step_of(job: Job) -> Hashable:
+    """Return what Candidate.step has of the step of a row."""
+    assert isinstance(job, FrameworkJob)
+    framework, values = described(job)
+    cls = workload_flags.options_class(framework, has_ignored=False)
+    return job_of(cls(**{**dict(values), "model": job.models[0], "config": None}))[:2]

@@ -1,6 +1,6 @@
 """A layout of a model on a number of GPUs."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,9 @@ from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron.settings import CpComm, Dispatcher, Granularity
+
+PLAIN = PipelineSchedule.ONE_F_ONE_B.value
+_DEGREES = ("tp", "pp", "vpp", "cp", "ep", "dp", "mbs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,30 @@ class Candidate:
         }
 
     @property
+    def step(self) -> Hashable:
+        """What its step is, however it was described."""
+        return self.job, self.settings
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What it differs in from others."""
+        return {**self.axes, "dp": self.parallel.data_ranks}
+
+    @property
     def needed_bytes(self) -> int:
         """Bytes of a device that the fullest rank needs. Raises ConfigError."""
         return self.memory.reserved_bytes + workload_memory.OUTSIDE_BYTES
+
+
+def place(row: Mapping[str, Any]) -> str:
+    """Return a layout as words."""
+    degrees = [f"{name} {row[name]}" for name in _DEGREES if row[name] > 1 or name == "mbs"]
+    again = "no recomputation"
+    if row["recompute"] != "none":
+        again = f"recomputed layers {row['recompute']}"
+    schedule = [] if row["pp_schedule"] == PLAIN else [row["pp_schedule"]]
+    degrees += [f"cp by {row['cp_comm_type']}"] if row["cp_comm_type"] else []
+    replicas = row["dp_replicate"]
+    replicated = [f"{replicas} replicas of the shards"] if replicas > 1 else []
+    hops = [row["dispatch"]] if row["dispatch"] else []
+    return ", ".join((row["framework"], *degrees, *schedule, *hops, *replicated, again))

@@ -7,6 +7,7 @@ from typing import Any
 
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
+from stepmark.layouts.layout_space import LayoutSpace
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.stage_costs import Seconds
 from stepmark.model.device import DeviceSpec, find_device_by_alias, unknown_device
@@ -60,6 +61,9 @@ class Cluster:
     @cached_property
     def device(self) -> DeviceSpec:
         device = find_device_by_alias(self.options.device)
+        if device is None and "," in self.options.device:
+            allowed = "one device: `stepmark plan` searches the layouts of one"
+            raise ConfigError("device", self.options.device, allowed)
         if device is None:
             raise unknown_device(self.options.device)
         if device.hbm_bytes is None:
@@ -79,6 +83,17 @@ class Cluster:
     @property
     def gpus_per_host(self) -> int:
         return self.network.gpus_per_host if self.network else IN_HOST
+
+    def measured_s(self, candidate: Candidate) -> float | None:
+        """Return the seconds of a layout among the anchors."""
+        return self.anchored.measured_s.get(candidate.step) if self.anchored else None
+
+    @property
+    def space(self) -> LayoutSpace:
+        """All layouts of these GPUs."""
+        return LayoutSpace(
+            options=self.options, num_gpus=self.num_gpus, gpus_per_host=self.gpus_per_host
+        )
 
     def job(self, candidate: Candidate) -> FrameworkJob:
         """Return the options with which `stepmark predict` predicts a layout."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.grouping import group_by
@@ -16,9 +16,10 @@ from stepmark.ground.options import argv
 from stepmark.ground.units import format_bytes
 from stepmark.ground.waiting import Waiting
 from stepmark.ground.workers import Workers, cores
+from stepmark.layouts.candidate import Candidate, place
 from stepmark.layouts.cluster import Cluster
-from stepmark.layouts.layout_space import Axes, LayoutSpace
-from stepmark.layouts.layout_work import Estimated, Searcher, Share, Simulated, TooLarge
+from stepmark.layouts.layout_space import Axes
+from stepmark.layouts.layout_work import Estimated, Searcher, Share, Simulated
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.predictions.factors import Anchored
 from stepmark.predictions.framework_job import FrameworkJob
@@ -29,6 +30,7 @@ from stepmark.predictions.sheet_errors import chance_faster
 # (validation/plan_estimates.py: 4.0 % of 609, 12.3 % of 328).
 _ABOVE = {"megatron": 0.04, "pytorch": 0.123}
 _MOST_SIMULATED = 200
+_MOST_UNITS = 16  # hosts by which other numbers of GPUs are apart
 _IN_PLACE = 8  # shares of axes that one process estimates faster than several
 
 
@@ -36,6 +38,7 @@ _IN_PLACE = 8  # shares of axes that one process estimates faster than several
 class LayoutSearch:
     """Layouts for a number of GPUs that were simulated, the fastest first.
 
+    Measured ones, of anchors, are in the place of their measured times.
     neighbours: layouts that differ from the best in one axis each, of each axis the fastest;
     that of another framework may differ in the others, too.
     estimates: of all layouts that may fit: seconds and least bytes. num_layouts: of all;
@@ -60,8 +63,8 @@ class LayoutSearch:
         """
         rows = [each.row for each in self.simulated]
         least = [math.inf, *accumulate((row["reserved_bytes"] for row in rows), min)]
-        first_s = rows[0]["step_s"]
-        chances = [None, *(self._chance_faster(row["step_s"] / first_s) for row in rows[1:])]
+        ratios = [each.time_s / self.best.time_s for each in self.simulated[1:]]
+        chances = [None, *map(self._chance_faster, ratios)]
         return [
             row | {"is_pareto": row["reserved_bytes"] < before, "chance_faster": chance}
             for row, before, chance in zip(rows, least, chances, strict=False)
@@ -72,6 +75,11 @@ class LayoutSearch:
         has_factors = anchored is not None and bool(anchored.factors)
         is_by_sheet = not (self.cluster.options.calibration or has_factors)
         return chance_faster(ratio) if is_by_sheet else None
+
+    @property
+    def best_measured(self) -> Simulated | None:
+        """The fastest layout among the anchors."""
+        return next((each for each in self.simulated if each.row["measured_s"]), None)
 
     @property
     def best(self) -> Simulated:
@@ -93,10 +101,9 @@ def search(
     """Return the best layouts for a number of GPUs. Raises ConfigError."""
     began_s = time.monotonic()
     cluster = Cluster(options, num_gpus, anchored)
-    space = LayoutSpace(options=options, num_gpus=num_gpus, gpus_per_host=cluster.gpus_per_host)
     assert cluster.most_bytes  # raises ConfigError for another device
     # Layouts of a share have steps of few layers in common.
-    shares = group_by(space.axes(), lambda axes: (axes.tp, axes.cp, axes.ep, axes.mbs))
+    shares = group_by(cluster.space.axes(), lambda axes: (axes.tp, axes.cp, axes.ep, axes.mbs))
     count = options.jobs or cores()
     with Workers(count if len(shares) > _IN_PLACE else 1, Searcher(cluster)) as workers:
         try:
@@ -129,15 +136,15 @@ class _Search:
     estimated: list[Estimated] = field(default_factory=list)
     num_layouts: int = 0
     num_too_large: int = 0
-    _results: dict[int, Simulated | TooLarge | ConfigError] = field(default_factory=dict)
-    _least_bytes: float = math.inf  # of layouts that cannot fit
+    _results: dict[int, Simulated | ConfigError | None] = field(default_factory=dict)
+    _bounds: list[tuple[float, Candidate]] = field(default_factory=list)  # of all memory
     errors: list[ConfigError] = field(default_factory=list)
 
     @property
     def simulated(self) -> list[Simulated]:
         """Return the simulated layouts, the fastest first."""
         own = [each for each in self._results.values() if isinstance(each, Simulated)]
-        return sorted(own, key=lambda each: float(each.row["step_s"]))
+        return sorted(own, key=lambda each: each.time_s)
 
     def estimate(self, axes: Sequence[Sequence[Axes]]) -> None:
         """Estimate all layouts. Raises ConfigError where there is none."""
@@ -154,14 +161,15 @@ class _Search:
                     "min more before the best are simulated"
                 )
         self.num_layouts = sum(share.num_layouts for share in shares)
-        self.num_too_large = sum(share.num_too_large for share in shares)
+        self._bounds = [each for share in shares for each in share.too_large]
+        self.num_too_large = len(self._bounds)
         if not self.num_layouts:
             refused = [share.refused for share in shares if share.refused]
-            raise refused[0] if refused else self._no_batch()
+            raise self._unsuitable(refused[0]) if refused else self._no_batch()
         self.estimated = sorted(
             (each for share in shares for each in share.estimated), key=lambda own: own.step_s
         )
-        self._least_bytes = min(share.least_bytes for share in shares)
+        self._bounds += [(each.least_bytes, each.candidate) for each in self.estimated]
         self.errors = [error for share in shares for error in share.errors]
 
     def simulate(self) -> None:
@@ -173,8 +181,13 @@ class _Search:
                 waiting.progress = f"{len(self._results)} so far"
                 position = worth[-1] + 1
             self._simulate(self._front())
+            self._simulate(
+                position
+                for position, each in enumerate(self.estimated)
+                if self.cluster.measured_s(each.candidate)
+            )
         if not self.simulated:
-            raise self._none() if self._least_bytes < math.inf else self.errors[0]
+            raise self._none() if self.num_too_large else self.errors[0]
 
     def _worth(self, first: int) -> list[int]:
         """Return the next positions, of layouts that are shown or may be the best."""
@@ -199,9 +212,8 @@ class _Search:
         self._results |= zip(new, results, strict=True)
         for position in new:
             result = self._results[position]
-            if isinstance(result, TooLarge):
+            if result is None:
                 self.num_too_large += 1
-                self._least_bytes = min(self._least_bytes, result.needed_bytes)
             elif isinstance(result, ConfigError):
                 self.errors.append(result)
 
@@ -245,14 +257,33 @@ class _Search:
         )
         return ConfigError("gbs", self.options.gbs, allowed)
 
+    def _unsuitable(self, refused: ConfigError) -> ConfigError:
+        """Return why a given degree has no layout, or near numbers of GPUs that have one."""
+        if getattr(self.options, refused.field, None):
+            return refused
+        count = self.cluster.num_gpus
+        unit = min(self.cluster.gpus_per_host, count)
+        first = max(unit, (count // unit - _MOST_UNITS) * unit)
+        others = range(first, count + _MOST_UNITS * unit, unit)
+        near = sorted(others, key=lambda other: abs(other - count))
+        spaces = ((other, Cluster(self.options, other).space) for other in near)
+        fit = (str(other) for other, own in spaces if any(own.layouts([*own.axes()])))
+        words = " or ".join(islice(fit, 2))
+        allowed = f"a number that has layouts with --gbs {self.options.gbs}, such as {words}"
+        return ConfigError("gpus", count, allowed) if words else refused
+
     def _none(self) -> ConfigError:
-        """Return that no layout fits."""
-        least, most = (
-            format_bytes(round(size)) for size in (self._least_bytes, self.cluster.most_bytes)
-        )
+        """Return that no layout fits, with the one that needs the least memory."""
+        bounds = sorted(self._bounds, key=lambda own: own[0])
+        best = bounds[0][1]
+        for bound, candidate in bounds:
+            if bound >= best.needed_bytes:
+                break
+            best = min(best, candidate, key=lambda own: own.needed_bytes)
+        sizes = [format_bytes(round(x)) for x in (best.needed_bytes, self.cluster.most_bytes)]
         allowed = (
-            f"more GPUs, or ones with more memory: layouts need {least} of a GPU at least, "
-            f"which may give {most}"
+            f"more GPUs, or ones with more memory: no layout needs less than {sizes[0]} of a "
+            f"GPU ({place(best.row)}), which may give {sizes[1]}"
         )
         return ConfigError("gpus", self.cluster.num_gpus, allowed)
 

@@ -8,7 +8,7 @@ from typing import Any
 from stepmark.ground.errors import ConfigError
 from stepmark.layouts.candidate import Candidate
 from stepmark.layouts.cluster import Cluster
-from stepmark.layouts.layout_space import Axes, LayoutSpace
+from stepmark.layouts.layout_space import Axes
 from stepmark.layouts.least_memory import least_bytes
 from stepmark.layouts.stage_costs import Estimator
 from stepmark.predictions.prediction_grid import Row, row_of
@@ -23,11 +23,6 @@ class Estimated:
     step_s: float
     least_bytes: float
 
-    @property
-    def row(self) -> Row:
-        """What it differs in from others."""
-        return {**self.candidate.axes, "dp": self.candidate.parallel.data_ranks}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
@@ -39,26 +34,24 @@ class Simulated:
     figures: Mapping[str, Any]
     notes: Sequence[str]
 
-
-@dataclass(frozen=True, kw_only=True)
-class TooLarge:
-    """A layout that needs more memory than allowed."""
-
-    needed_bytes: int
+    @property
+    def time_s(self) -> float:
+        """Return the seconds of the step: measured ones, or else predicted ones."""
+        return float(self.row["measured_s"] or self.row["step_s"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """The layouts of some axes.
 
-    refused: the first reason of a framework, which are no layouts. errors: of layouts whose
-    step has no time. least_bytes: of those that cannot fit, infinite without one.
+    too_large: layouts that cannot fit, with the bytes that they need at least. refused: the
+    first reason of a framework, which are no layouts. errors: of layouts whose step has no
+    time.
     """
 
     estimated: Sequence[Estimated]
+    too_large: Sequence[tuple[float, Candidate]]
     num_layouts: int
-    num_too_large: int
-    least_bytes: float
     refused: ConfigError | None
     errors: Sequence[ConfigError]
 
@@ -76,20 +69,16 @@ class Searcher:
     def share(self, axes: Sequence[Axes]) -> Share:
         """Return the layouts with these axes, estimated where they may fit."""
         cluster = self.cluster
-        space = LayoutSpace(
-            options=cluster.options,
-            num_gpus=cluster.num_gpus,
-            gpus_per_host=cluster.gpus_per_host,
-        )
+        space = cluster.space
         estimated: list[Estimated] = []
         errors: list[ConfigError] = []
-        too_large: list[float] = []
+        too_large: list[tuple[float, Candidate]] = []
         num_layouts = 0
         for candidate in space.layouts(axes):
             num_layouts += 1
             needed = least_bytes(candidate)
             if needed > cluster.most_bytes:
-                too_large.append(needed)
+                too_large.append((needed, candidate))
                 continue
             try:
                 step_s = self._estimator.step_s(candidate)
@@ -99,28 +88,31 @@ class Searcher:
             estimated.append(Estimated(candidate=candidate, step_s=step_s, least_bytes=needed))
         return Share(
             estimated=estimated,
+            too_large=too_large,
             num_layouts=num_layouts,
-            num_too_large=len(too_large),
-            least_bytes=min(too_large, default=float("inf")),
             refused=next(iter(space.refused), None),
             errors=errors,
         )
 
-    def simulated(self, layout: Estimated) -> Simulated | TooLarge | ConfigError:
-        """Return a layout as `stepmark predict` simulates it, or why there is no such step."""
+    def simulated(self, layout: Estimated) -> Simulated | ConfigError | None:
+        """Return a layout as `stepmark predict` simulates it, or why there is no such step.
+
+        None: it needs more memory than allowed.
+        """
         candidate = layout.candidate
         try:
             if candidate.needed_bytes > self.cluster.most_bytes:
-                return TooLarge(needed_bytes=candidate.needed_bytes)
+                return None
             prediction = self.cluster.predicted(candidate)
             figures = prediction.figures()
         except ConfigError as error:  # as messages that do not divide
             return error
         row = {
             "gpus": self.cluster.num_gpus,
-            **layout.row,
+            **candidate.row,
             **row_of(figures),
             "estimated_s": layout.step_s,
+            "measured_s": self.cluster.measured_s(candidate),
         }
         return Simulated(
             candidate=candidate,

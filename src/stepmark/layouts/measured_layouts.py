@@ -25,7 +25,7 @@ from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.measure import measure_quietly
 from stepmark.model.device import find_device_by_alias
 from stepmark.model.parallel import ParallelConfig
-from stepmark.predictions.factors import Anchored, AnchorRow
+from stepmark.predictions.factors import Anchored
 from stepmark.store.reader import read_records
 from stepmark.tables.columns import NUMBER, RATIO, given
 from stepmark.tables.table import Table
@@ -193,7 +193,7 @@ def lines_of_steps(options: PlanOptions, anchored: Anchored) -> Iterator[str]:
             "measured": format_time(row.measured_s),
             "predicted": format_time(row.predicted_s),
             "ratio": row.measured_s / row.predicted_s,
-            "step": _name_of_step(row),
+            "step": row.name.partition("@")[2] or row.name,  # without the model
         }
         for row in anchored.rows
     ]
@@ -202,8 +202,3 @@ def lines_of_steps(options: PlanOptions, anchored: Anchored) -> Iterator[str]:
     columns = (given("measured", NUMBER), given("predicted", NUMBER), given("ratio", RATIO))
     yield from Table(rows, (*columns, given("step"))).text()
     yield "not measured: pipelines, links between hosts, and ranks beyond this machine"
-
-
-def _name_of_step(row: AnchorRow) -> str:
-    """Return the name of a step without that of the model."""
-    return row.name.partition("@")[2] or row.name

@@ -8,13 +8,14 @@ from typing import Any
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.layouts.anchors_of_plan import anchored_by_plan
+from stepmark.layouts.candidate import place
 from stepmark.layouts.layout_files import check_folder, write_layouts
 from stepmark.layouts.layout_search import LayoutSearch, search
 from stepmark.layouts.layout_work import Simulated
 from stepmark.layouts.measured_layouts import check_machine, lines_of_steps, measure_layouts
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.layouts.plan_page import page
-from stepmark.layouts.plan_text import lines_of_count, lines_of_counts, place
+from stepmark.layouts.plan_text import lines_of_count, lines_of_counts
 from stepmark.measuring.delivery import write_files
 from stepmark.predictions.prediction_text import anchor_lines
 from stepmark.store.view import print_text

@@ -135,7 +135,7 @@ class Ranges:
         default=SCHEDULES[:1],
         rare=True,
     )
-    cp: WholeNumbers | None = flag("context parallelism [1; more with over 8K tokens]")
+    cp: WholeNumbers | None = flag("context parallelism [1; more from 16K tokens on]")
     cp_comm_type: Annotated[tuple[str, ...], comma_list(words_of(*EXCHANGES))] = flag(
         "Megatron-LM's exchange with cp: of keys and values (p2p, all_gather) or heads (a2a)",
         default=EXCHANGES[:1],

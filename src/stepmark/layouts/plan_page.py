@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from stepmark.ground.grouping import group_by
 from stepmark.ground.units import GIB, format_time
 from stepmark.layouts import plan_text
+from stepmark.layouts.candidate import place
 from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.plan_options import PlanOptions
 from stepmark.predictions import ledger_page
@@ -29,15 +30,10 @@ def page(options: PlanOptions, searches: Sequence[LayoutSearch], text: Sequence[
         lead="" if several else "; ".join(line.strip() for line in text[1:4]),
         command="" if several else searches[0].command,
         sections=[
-            Section("Layouts", [preformatted(*_table(text), is_table=True)]),
+            Section("Layouts", [preformatted(*text[text.index("") + 1 :], is_table=True)]),
             *(section for each in searches for section in _sections(each, several=several)),
         ],
     )
-
-
-def _table(text: Sequence[str]) -> Sequence[str]:
-    """Return the lines from the table on."""
-    return text[text.index("") + 1 :]
 
 
 def _sections(result: LayoutSearch, *, several: bool) -> Iterator[Section | Figure]:
@@ -51,7 +47,7 @@ def _sections(result: LayoutSearch, *, several: bool) -> Iterator[Section | Figu
         names = _name(axis, best.row), _name(axis, neighbour.row)
         yield Section(
             f"{axis} {neighbour.row[axis]} instead of {best.row[axis]}{where}",
-            [items([plan_text.place(best.row), plan_text.place(neighbour.row)])],
+            [items([place(best.row), place(neighbour.row)])],
             ledger_page.sections(
                 best.ledger, neighbour.ledger, names, step=f"the step with {names[1]}"
             ),
@@ -78,7 +74,7 @@ def scatter(result: LayoutSearch, where: str = "") -> Figure:
         y=[each.step_s for each in others],
         colour=INK,
         hover=[
-            f"{plan_text.place(each.row)}\nabout {format_time(each.step_s)}" for each in others
+            f"{place(each.candidate.row)}\nabout {format_time(each.step_s)}" for each in others
         ],
     )
     line = Series(
@@ -124,4 +120,4 @@ def _memory(row: Row) -> float:
 
 def _hover(row: Row) -> str:
     figures = f"{format_time(row['step_s'])}, {_memory(row):.1f} GiB"
-    return f"{plan_text.place(row)}\n{figures}, {row['tokens_per_s_gpu']:,.0f} tokens/s/GPU"
+    return f"{place(row)}\n{figures}, {row['tokens_per_s_gpu']:,.0f} tokens/s/GPU"

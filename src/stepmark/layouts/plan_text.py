@@ -1,8 +1,9 @@
 """What `stepmark plan` prints: the best layout, what was searched, rows, and why it is best."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stepmark.ground.units import format_time
+from stepmark.layouts.candidate import PLAIN, place
 from stepmark.layouts.layout_search import LayoutSearch
 from stepmark.layouts.layout_work import Simulated
 from stepmark.layouts.plan_options import ALL_TO_ALL, EXCHANGES, PlanOptions
@@ -14,18 +15,21 @@ from stepmark.tables.table import Table
 
 FRAMEWORKS = {"megatron": "Megatron", "pytorch": "PyTorch"}
 _RARE = ("vpp", "cp", "ep")  # axes
-_PLAIN = "1f1b"
 _UNNAMED = {"cp_comm_type": EXCHANGES[0], "dispatch": ALL_TO_ALL}  # where a row has no word
+_GATHERS = (
+    "predict without --overlap-param-gather, too: with it, each stage gathers its parameters "
+    "when its first micro-batch arrives, one stage after the other"
+)
 _MOST_REASONS = 4
 _MOST_SMALLER = 3
 _TIE = 0.4  # chance of being faster than the first, from which a layout is worth a measurement
-_AXES = ("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "recompute")
 
 
 def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
     """Yield the answer for one number of GPUs."""
     best = result.rows[0]
-    yield f"{best['name']} on {result.cluster.num_gpus} {options.device}: {place(best)}"
+    where = f"{best['name']} on {result.cluster.num_gpus} {options.device}"
+    yield f"{where}: {place(best)}{_against_measured(result)}"
     yield f"  {_figures(result.best, result.cluster.device.hbm_bytes)}"
     yield f"  {_assumed(options, result)}"
     yield f"  {_searched(result)}"
@@ -39,6 +43,16 @@ def lines_of_count(options: PlanOptions, result: LayoutSearch) -> Iterator[str]:
         yield from anchor_lines(result.cluster.anchored.document())
 
 
+def _against_measured(result: LayoutSearch) -> str:
+    """Return whether the best was measured, where layouts were."""
+    measured = result.best_measured
+    if measured is None:
+        return ""
+    if measured is result.best:
+        return f", measured: {format_time(measured.time_s)}; no other is predicted to be faster"
+    return f", not measured yet; the fastest measured takes {format_time(measured.time_s)}"
+
+
 def _assumed(options: PlanOptions, result: LayoutSearch) -> str:
     """Return what the times are of."""
     cluster = result.cluster
@@ -49,13 +63,16 @@ def _assumed(options: PlanOptions, result: LayoutSearch) -> str:
     network = cluster.network.name if cluster.network else "one host"
     length = result.best.candidate.job.model.seq_len
     packed = f", packed from pieces ({options.packing.text})" if options.packing else ""
-    around = result.best.figures["interval"]
-    interval = f", {Interval(**around)}" if around else ""
     return (
         f"{costs}, network {network}; {options.gbs:,} sequences of {length:,} tokens a step"
-        f"{packed}, "
-        f"{options.precision or 'bf16'}, {options.memory:.0%} of the memory{interval}"
+        f"{packed}, {options.precision or 'bf16'}, {options.memory:.0%} of the memory"
+        f"{_interval(result.best)}"
     )
+
+
+def _interval(best: Simulated) -> str:
+    around = best.figures["interval"]
+    return f", {Interval(**around)}" if around else ""
 
 
 def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
@@ -77,6 +94,10 @@ def lines_of_counts(searches: Sequence[LayoutSearch]) -> Iterator[str]:
         name, more_s = _largest(later[0], last, per_gpu=True)
         text += f"; with {later[0].row['gpus']} more of their time goes to {name}"
         text += f" ({more_s:+.1%} of the step)"
+    for each in searches:
+        bounds = f"{limit_text(each.best.figures)}{_interval(each.best)}"
+        yield f"{each.cluster.num_gpus} GPUs: {bounds}{_against_measured(each)}"
+        yield f"  {each.command}"
     yield text
 
 
@@ -87,20 +108,6 @@ def _refused_splits(layouts: Sequence[Simulated]) -> Iterator[str]:
     """Yield the divisions of layers that Megatron-LM takes by an option alone."""
     notes = dict.fromkeys(note for each in layouts for note in each.notes)
     yield from (f"note: {note}" for note in notes if "Megatron-LM refuses" in note)
-
-
-def place(row: Row) -> str:
-    """Return a layout as words."""
-    degrees = [f"{name} {row[name]}" for name in _AXES[1:-1] if row[name] > 1 or name == "mbs"]
-    again = "no recomputation"
-    if row["recompute"] != "none":
-        again = f"recomputed layers {row['recompute']}"
-    schedule = [] if row["pp_schedule"] == _PLAIN else [row["pp_schedule"]]
-    degrees += [f"cp by {row['cp_comm_type']}"] if row["cp_comm_type"] else []
-    replicas = row["dp_replicate"]
-    replicated = [f"{replicas} replicas of the shards"] if replicas > 1 else []
-    hops = [row["dispatch"]] if row["dispatch"] else []
-    return ", ".join((row["framework"], *degrees, *schedule, *hops, *replicated, again))
 
 
 def _figures(best: Simulated, device_bytes: int | None) -> str:
@@ -144,6 +151,8 @@ def _why(result: LayoutSearch) -> Iterator[str]:
             f"{len(ties)} more may be faster (a chance of {_TIE:.0%} or more by the errors "
             "of published steps): measure them"
         )
+    if best["framework"] == "megatron" and best["pp"] > best["vpp"] == 1:
+        yield _GATHERS
     smaller = [row for row in result.rows[1:] if row["is_pareto"]]
     for row in smaller[:_MOST_SMALLER]:
         yield f"{gibibytes(row)} GiB: {place(row)}, {_change(row, best)}"
@@ -182,9 +191,9 @@ def parts_s(each: Simulated) -> Mapping[str, float]:
     return {**parts, "contention": figures["contention_s"]}
 
 
-def _chance(row: Row) -> str:
-    """Return the chance that a layout is faster than the first."""
-    return "" if row["chance_faster"] is None else f"{100 * row['chance_faster']:.0f}"
+def _optional(name: str, shown: Callable[[float], str]) -> Callable[[Row], str]:
+    """Return what shows a value that some rows lack."""
+    return lambda row: "" if row[name] is None else shown(row[name]).removesuffix("%")
 
 
 def _data_ranks(row: Row) -> str:
@@ -198,7 +207,7 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
     chosen = ["tp", "pp"] + [name for name in _RARE if any(row[name] > 1 for row in rows)]
     exchanges = any(row["cp_comm_type"] for row in rows)
     several = len({row["gpus"] for row in rows}) > 1
-    has_schedules = any(row["pp_schedule"] != _PLAIN for row in rows)
+    has_schedules = any(row["pp_schedule"] != PLAIN for row in rows)
     has_hops = any(row["dispatch"] for row in rows)
     return [
         *([given("gpus", COUNT, "GPUs")] if several else []),
@@ -211,10 +220,11 @@ def columns(rows: Sequence[Row]) -> list[Column[Row]]:
         given("mbs", COUNT),
         given("recompute", TEXT, "ckpt"),
         given("step_s", NUMBER, "step", step_text),
+        given("measured_s", NUMBER, "measured", _optional("measured_s", format_time)),
         given("tokens_per_s_gpu", NUMBER, "tok/s/GPU", whole("tokens_per_s_gpu")),
         given("mfu_pct", PERCENT, "MFU"),
         given("reserved_bytes", NUMBER, "GiB", gibibytes),
-        given("chance_faster", NUMBER, "win %", _chance),
+        given("chance_faster", NUMBER, "win %", _optional("chance_faster", "{:.0%}".format)),
         given("days", PERCENT),
         given("cost", NUMBER, words=whole("cost")),
     ]

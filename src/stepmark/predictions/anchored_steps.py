@@ -8,7 +8,7 @@ as predictions have it, or a training log, whose path is relative to the file. A
 pp or dp states its layout, whatever that of the command is.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -31,11 +31,16 @@ from stepmark.predictions.plan_columns import (
     DP,
     IGNORED,
     LABEL,
+    NOTES,
+    PLAN_COLUMNS,
+    Varied,
     axes_left_out,
+    column_of,
     in_options,
+    layout_of,
     ranks_of,
     replaced_by,
-    without_headings,
+    value_of,
 )
 from stepmark.predictions.predict_inputs import inputs_of, of_training
 from stepmark.predictions.predict_options import PredictOptions
@@ -45,7 +50,9 @@ from stepmark.store.view import median_s
 from stepmark.text_tables.delimited_rows import read_rows
 from stepmark.workloads.rules import find_rule
 
-MEASURED = ("step", "tokens_per_s_gpu", "mfu", "log")
+MEASURED = ("step", "tokens_per_s_gpu", "tokens_per_s", "log", "mfu")  # the best first
+_EMPTY = ("", "-", "oom", "n/a", "failed", "out of memory")  # cells
+_SAME = 0.02  # of a time, by which two figures of a row may differ
 MOST_ANCHORS = 50
 _NOT_OF_ROWS = (
     "anchor",
@@ -66,7 +73,6 @@ _NUDGE = 0.01  # of a factor, for the part of the critical path that is in propo
 _ROUNDS = 2  # of predictions with factors, after which these are fitted anew
 
 StepOf = Callable[[Inputs], SteadyStep]
-Varied = Mapping[str, Set[str]]  # columns that state an option, by its name
 AnyOptions = PredictOptions | FrameworkJob
 
 
@@ -74,17 +80,22 @@ AnyOptions = PredictOptions | FrameworkJob
 class Anchor:
     """A measured step, and the inputs of its prediction.
 
-    left_out: axes that are 1 because the row has no cell of theirs.
+    left_out: axes that are 1 because the row has no cell of theirs. layout: in brackets. job:
+    the options that predict it.
     """
 
     name: str
     inputs: Inputs
     measured_s: float
     left_out: tuple[str, ...] = ()
+    layout: str = ""
+    job: AnyOptions | None = None
 
 
-def fit_anchors(measured: Sequence[Anchor], step_of: StepOf, source: str = "") -> Anchored:
-    """Return factors fitted to anchors. step_of: simulates a step."""
+def fit_anchors(
+    measured: Sequence[Anchor], step_of: StepOf, source: str = "", notes: Sequence[str] = ()
+) -> Anchored:
+    """Return factors fitted to anchors. step_of: simulates a step. notes: of reading them."""
     before = [_anchor_step(anchor, step_of) for anchor in measured]
     steps = before
     model = anchor_fit.choose(steps)
@@ -102,6 +113,8 @@ def fit_anchors(measured: Sequence[Anchor], step_of: StepOf, source: str = "") -
         rows=tuple(
             AnchorRow(
                 name=anchor.name,
+                where=anchor.name + anchor.layout,
+                model=anchor.inputs.workload.name if anchor.job else "",
                 measured_s=anchor.measured_s,
                 predicted_s=step.time_s({}),
                 left_out_s=left_out_s,
@@ -109,6 +122,7 @@ def fit_anchors(measured: Sequence[Anchor], step_of: StepOf, source: str = "") -
             for anchor, (step, left_out_s) in zip(measured, times_s, strict=True)
         ),
         left_out=tuple(dict.fromkeys(axis for each in measured for axis in each.left_out)),
+        table_notes=tuple(notes),
     )
 
 
@@ -132,26 +146,27 @@ def _anchor_step(anchor: Anchor, step_of: StepOf) -> AnchorStep:
     return step.scaled({}, predicted.step_s)
 
 
-def read_anchors(options: AnyOptions, varied: Varied) -> list[Anchor]:
-    """Return the anchors that the options name. Raises ConfigError.
+def read_anchors(options: AnyOptions, varied: Varied) -> tuple[list[Anchor], list[str]]:
+    """Return the anchors that the options name, and notes on the others. Raises ConfigError.
 
     varied: of which the command has no single value, so that each row of a table needs a cell.
     """
     assert options.anchor
     path = Path(options.anchor)
-    is_file = path.is_file()
-    measured = [*(_of_file(options, path, varied) if is_file else _of_run(options))]
+    notes: list[str] = []
+    read = _of_file(options, path, varied, notes) if path.is_file() else _of_run(options)
+    measured = [*read]
     if not 1 <= len(measured) <= MOST_ANCHORS:
         allowed = f"1 to {MOST_ANCHORS} measured steps, not {len(measured)}"
         raise ConfigError("anchor", options.anchor, allowed)
-    return measured
+    return measured, notes
 
 
 def columns_of(varied: Iterable[Option]) -> Varied:
     """Return the columns that give a row the value of an option, by its name."""
     return {
         option.name: {
-            *(_name(word) for word in (option.name, *option.words)),
+            *(column_of(word)[0] for word in (option.name, *option.words)),
             *((DP,) if option.name in ("nproc", "world_size") else ()),
         }
         for option in varied
@@ -184,8 +199,10 @@ def _of_run(options: AnyOptions) -> Iterator[Anchor]:
         )
 
 
-def _of_file(options: AnyOptions, path: Path, varied: Varied) -> Iterator[Anchor]:
-    """Yield the step of a training log, or the rows of a table.
+def _of_file(
+    options: AnyOptions, path: Path, varied: Varied, notes: list[str]
+) -> Iterator[Anchor]:
+    """Yield the step of a training log, or the rows of a table; add to the notes.
 
     Raises ConfigError with the line of a row.
     """
@@ -198,46 +215,70 @@ def _of_file(options: AnyOptions, path: Path, varied: Varied) -> Iterator[Anchor
         if varied:
             allowed = f"a table, since a log does not state {', '.join(varied)}"
             raise ConfigError("anchor", path, allowed)
-        inputs = _inputs(given, {})
+        inputs, job = _inputs(given, {})
         measured_s = _log_s(inputs, path, "anchor")
         _check_peak(inputs, measured_s, "anchor")
-        yield Anchor(name=path.name, inputs=inputs, measured_s=measured_s)
+        yield Anchor(name=path.name, inputs=inputs, measured_s=measured_s, job=job)
         return
     rows = read_rows(read_text(path))
-    _, heading = next(rows, (0, []))
-    names = [*map(_name, heading)]
-    for number, row in rows:
-        line = f"line {number}"
-        try:
-            if len(row) != len(names):
-                raise ConfigError("its cells", len(row), f"as many as columns: {len(names)}")
-            named = zip(names, row, strict=True)
-            cells = without_headings({name: text for name, text in named if text})
-            if LABEL in cells:
-                line = f"{line} ({cells[LABEL]})"
-            for name, columns in varied.items():
-                if not columns & cells.keys():
-                    allowed = f"a column {name}, since the command has no single value of it"
-                    raise ConfigError(name, None, allowed)
-            inputs = _inputs(given, cells)
+    number, heading = next(rows, (1, []))
+    columns = [*map(column_of, heading)]
+    line = f"line {number}"
+    try:
+        _check_columns([name for name, _ in columns], given, varied)
+        notes += [f"column {name} is not read" for name, _ in columns if name in NOTES]
+        for number, row in rows:
+            line = f"line {number}"
+            if len(row) != len(columns):
+                raise ConfigError("its cells", len(row), f"as many as columns: {len(columns)}")
+            pairs = [*zip(columns, row, strict=True)]
+            cells = {
+                name: value_of(text, unit)
+                for (name, unit), text in pairs
+                if text.lower() not in _EMPTY
+            }
+            line += f" ({cells[LABEL]})" if LABEL in cells else ""
+            if not cells.keys() & {*MEASURED}:
+                words = [text for (name, _), text in pairs if name in MEASURED and text]
+                notes.append(f"{line} is left out: its time is {', '.join(words) or 'empty'}")
+                continue
+            _check_columns(cells, given, varied)
+            inputs, job = _inputs(given, cells)
             measured_s = _measured_s(inputs, cells, path.parent)
             _check_peak(inputs, measured_s, next(name for name in MEASURED if name in cells))
-            yield Anchor(line, inputs, measured_s, left_out=axes_left_out(cells))
-        except ConfigError as error:
-            field = f"{path.name}: {line}: {error.field}"
-            raise ConfigError(field, error.value, error.allowed) from None
+            yield Anchor(line, inputs, measured_s, axes_left_out(cells), layout_of(cells), job)
+    except ConfigError as error:
+        field = f"{path.name}: {line}: {error.field}"
+        raise ConfigError(field, error.value, error.allowed) from None
 
 
-def _name(column: str) -> str:
-    return column.strip().lstrip("-").replace("-", "_").lower()
+def _check_columns(columns: Collection[str], given: Mapping[str, Any], varied: Varied) -> None:
+    """Raise ConfigError for columns that are wrong, and for those that are missing."""
+    known = {*MEASURED, *IGNORED, *PLAN_COLUMNS, *_options_of(_class_of(given, {}))}
+    unknown = [name for name in columns if name not in known and "framework" not in columns]
+    missing = ", ".join(name for name, own in varied.items() if not own & {*columns})
+    needed = f"a column {missing}, since the command has no single value of it"
+    if unknown:
+        near = [word for name in unknown for word in nearest(name, known)]
+        rule = f"did you mean {' or '.join(near)}? It must be " if near else ""
+        rule += f"an option of this command, or one of {', '.join(MEASURED)}"
+        rule += f"; also give {needed}" if missing else ""
+        raise ConfigError("column", ", ".join(unknown), rule)
+    if missing:
+        raise ConfigError(missing, None, needed)
+    if not {*columns} & {*MEASURED}:
+        raise ConfigError("the measured time", None, f"a column {', '.join(MEASURED)}")
 
 
-def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> Inputs:
-    """Return the inputs of a row: the command's options, changed by its cells."""
+def _class_of(given: Mapping[str, Any], cells: Mapping[str, str]) -> type[AnyOptions]:
+    """Return the options of a row."""
     framework = cells.get("framework") or given.get("framework")
-    cls: type[AnyOptions] = PredictOptions
-    if framework:
-        cls = framework_job.options_class(find_rule(framework))
+    return framework_job.options_class(find_rule(framework)) if framework else PredictOptions
+
+
+def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> tuple[Inputs, AnyOptions]:
+    """Return the inputs of a row, and its options: the command's, changed by its cells."""
+    cls = _class_of(given, cells)
     by_column = _options_of(cls)
     replaced = replaced_by(cells)
     changed = {name: value for name, value in given.items() if name not in replaced}
@@ -255,15 +296,17 @@ def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> Inputs:
         value = _switch(column, text) if option.is_switch else text
         changed[option.name] = [value] if option.is_list else value
     if "model" in cells:
-        changed |= {"models": [cells["model"]], "model": None, "model_size": None}
+        changed = {name: changed[name] for name in changed.keys() - {"model", "model_size"}}
+        changed["models"] = [cells["model"]]
     for name in changed.keys() - {option.name for option in options(cls)}:
-        raise ConfigError(name, changed[name], f"left out with --framework {framework}")
+        raise ConfigError(name, changed[name], f"left out with --framework {cls.__doc__}")
     row = build(cls, changed)
     if DP in cells:
         row = build(cls, changed | _ranks(cells, row))
     if isinstance(row, FrameworkJob):
-        return inputs_of(framework_job.basis_of(row), framework_job.workload_of(row))
-    return inputs_of(row)
+        workload = framework_job.workload_of(row)
+        return inputs_of(framework_job.basis_of(row), workload), row
+    return inputs_of(row), row
 
 
 def _ranks(cells: Mapping[str, str], row: AnyOptions) -> dict[str, Any]:
@@ -283,7 +326,7 @@ def _options_of(cls: type[AnyOptions]) -> dict[str, Option]:
     """Return the options that a column may name, by their names and spellings."""
     allowed = [option for option in options(cls) if option.name not in _NOT_OF_ROWS]
     return {
-        _name(word): option
+        column_of(word)[0]: option
         for option in allowed
         for word in (option.name, *option.words)
         if not word.startswith("--no-")
@@ -307,10 +350,18 @@ def _log_s(inputs: Inputs, path: Path, field: str) -> float:
 def _measured_s(inputs: Inputs, cells: Mapping[str, str], folder: Path) -> float:
     """Return the seconds of an optimizer step that a row states. folder: of its logs."""
     names = [name for name in MEASURED if name in cells]
-    if len(names) != 1:
-        allowed = f"exactly one of {', '.join(MEASURED)}"
-        raise ConfigError("the measured time", ", ".join(names) or None, allowed)
-    (name,) = names
+    first = names.pop(0)
+    time_s = _time_s(inputs, first, cells, folder)
+    for name in names:
+        other_s = time_s if name == "mfu" else _time_s(inputs, name, cells, folder)
+        if abs(other_s / time_s - 1) > _SAME:
+            allowed = f"what {name} {cells[name]} is, a step of {format_time(other_s)}"
+            raise ConfigError(first, cells[first], allowed)
+    return time_s
+
+
+def _time_s(inputs: Inputs, name: str, cells: Mapping[str, str], folder: Path) -> float:
+    """Return the seconds of a step by one of MEASURED. MFU counts FLOPs as predictions do."""
     if name == "step":
         return parse_duration(cells[name], name)
     if name == "log":
@@ -319,8 +370,8 @@ def _measured_s(inputs: Inputs, cells: Mapping[str, str], folder: Path) -> float
     value: float = _RATE.read(text, name)
     if inputs.tokens is None:
         raise ConfigError(name, cells[name], "step: the tokens of this step are not known")
-    tokens = inputs.tokens / inputs.num_ranks
-    if name == "tokens_per_s_gpu":
+    tokens = inputs.tokens / (1 if name == "tokens_per_s" else inputs.num_ranks)
+    if name != "mfu":
         return tokens / value
     flops = inputs.token_flops
     peak = inputs.peak_flops_per_s

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -220,7 +220,11 @@ def _shallow(
     if not table.ops:
         raise ConfigError("trace", files[0], "a trace with operations of a step")
     comm_copies = _comm_copies(table, workload)
-    tables = {number: _without(own, comm_copies) for number, own in tables.items()}
+    # Without computation on streams of these collectives.
+    tables = {
+        number: replace(own, ops=tuple(op for op in own.ops if op.comm not in comm_copies))
+        for number, own in tables.items()
+    }
     notes += noted(Topic.CALIBRATION, table.notes)
     step_s = mean(slowest_per_sample(record.samples.seconds)) * record.training.cycle
     compute_ns = sum(op.time_ns for op in tables[rank].ops if op.key.kind == COMPUTE)
@@ -275,11 +279,6 @@ def _read(files: tuple[str, ...], workload: Workload) -> tuple[dict[int, OpTable
         tables[info.rank or 0] = table
         by_rank[info.rank or 0] = info, parts
     return tables, by_rank
-
-
-def _without(table: OpTable, comms: Collection[str]) -> OpTable:
-    """Return a table without computation on streams of these collectives."""
-    return replace(table, ops=tuple(op for op in table.ops if op.comm not in comms))
 
 
 def _slowed(shallow: _Shallow, comm: CommCosts, notes: list[str]) -> _Shallow:

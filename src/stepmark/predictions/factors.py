@@ -1,7 +1,7 @@
 """Factors on the costs of a prediction: one per kind of work, and per tier of messages."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import log
 from statistics import median
@@ -30,6 +30,7 @@ class Part(StrEnum):
 Factors = Mapping[Part, float]  # missing: 1
 _LARGE_FACTOR = 2.0
 _FEWEST_FOR_OUTLIERS = 3  # rows: of two neither is the odd one
+_LEAST_OUTLYING = 1.25  # factor that rows may be apart, whatever the spread
 _OUTLYING = 4.5  # median deviations, 3 standard deviations of a normal distribution
 _PARTS = {
     Work.MATMUL: Part.PRODUCTS,
@@ -45,12 +46,17 @@ def part_of(work: Work) -> Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnchorRow:
-    """Seconds of a measured step. left_out_s: predicted by factors of the other ones."""
+    """Seconds of a measured step. left_out_s: predicted by factors of the other ones.
+
+    where: its name with its layout. model: that of a row of a table.
+    """
 
     name: str
     measured_s: float
     predicted_s: float
     left_out_s: float
+    where: str = ""
+    model: str = ""
 
     @property
     def left_out_log(self) -> float:
@@ -62,7 +68,8 @@ class AnchorRow:
 class Anchored:
     """Factors that were fitted to measured steps. model: how many there are, in words.
 
-    left_out: axes that are 1 in rows without a cell of theirs.
+    left_out: axes that are 1 in rows without a cell of theirs. table_notes: of reading rows.
+    model_name: of the predicted step. measured_s: seconds by job and settings, of a plan.
     """
 
     source: str
@@ -70,6 +77,9 @@ class Anchored:
     factors: Factors
     rows: tuple[AnchorRow, ...]
     left_out: tuple[str, ...] = ()
+    table_notes: tuple[str, ...] = ()
+    model_name: str = ""
+    measured_s: Mapping[Hashable, float] = field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -94,16 +104,22 @@ class Anchored:
         logs = [row.left_out_log for row in self.rows]
         middle = median(logs)
         spread = median(abs(own - middle) for own in logs)
-        most = max(log(_LARGE_FACTOR), _OUTLYING * spread)
+        most = max(log(_LEAST_OUTLYING), _OUTLYING * spread)
         return [row for row in self.rows if abs(row.left_out_log - middle) > most]
 
     @property
     def notes(self) -> list[str]:
         """Return reasons to doubt the rows, or the step that they are compared with."""
         notes = [
-            f"{row.name} is far from the other anchors: it took {format_time(row.measured_s)} "
-            f"and is predicted as {format_time(row.left_out_s)}; check its value and its unit"
+            f"{row.where} is far from the other anchors: it took {format_time(row.measured_s)} "
+            f"and is predicted as {format_time(row.left_out_s)} by them; check its value, its "
+            "unit and its layout"
             for row in self.outliers
+        ]
+        notes += [
+            f"{row.name} is of another model: {row.model}"
+            for row in self.rows
+            if self.model_name and row.model not in ("", self.model_name)
         ]
         large = [
             f"{part} {factor:.3g}"
@@ -122,7 +138,7 @@ class Anchored:
             notes.insert(
                 0, f"steps whose rows do not state {', '.join(self.left_out)} have {values}"
             )
-        return notes
+        return [*notes, *self.table_notes]
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain data."""

@@ -87,6 +87,16 @@ def notes_of_job(job: FrameworkJob, num_ranks: int) -> Iterator[str]:
 
 def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
     """Return the workload of the job. Raises ConfigError."""
+    try:
+        return make(*described(job))
+    except ConfigError as error:
+        if error.field == "world-size" and not job.world_size:
+            raise ConfigError("nproc", error.value, error.allowed) from error.__cause__
+        raise
+
+
+def described(job: FrameworkJob) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """Return the framework, with the values of its options. Raises ConfigError."""
     names, files = named_files(job)
     if job.nproc and job.world_size and job.nproc != job.world_size:
         raise ConfigError("nproc", job.nproc, f"--world-size ({job.world_size})")
@@ -99,12 +109,7 @@ def workload_of(job: FrameworkJob, make: Generate = generated) -> Workload:
     values = _values(job, cls)
     values |= {"model": "".join(names) or None, "world_size": job.world_size or job.nproc}
     values["config"] = "".join(files) or None
-    try:
-        return make(find_rule(framework), tuple(values.items()))
-    except ConfigError as error:
-        if error.field == "world-size" and not job.world_size:
-            raise ConfigError("nproc", error.value, error.allowed) from error.__cause__
-        raise
+    return find_rule(framework), tuple(values.items())
 
 
 def basis_of(job: FrameworkJob) -> PredictOptions:

@@ -29,7 +29,7 @@ class Interval:
 
     basis: which predictions the errors are of. traits: what these have in common with this one.
     median_ratio: of measured over predicted seconds, where the errors alone have the prediction
-    outside of the range, which then ends at it.
+    outside of the range, which then ends at it. num_anchors: too few for an interval.
     """
 
     low_s: float | None
@@ -39,6 +39,7 @@ class Interval:
     traits: tuple[str, ...] = ()
     median_ratio: float | None = None
     coverage: float = COVERAGE
+    num_anchors: int = 0
 
     @property
     def is_known(self) -> bool:
@@ -55,8 +56,17 @@ class Interval:
             return f"no interval: {self.num_rows} {self.basis}, {_FEWEST} needed"
         ends = with_one_unit(format_time(self.low_s), "to", format_time(self.high_s))
         text = f"{100 * self.coverage:.0f} % interval {ends} by {self.num_rows} {self.basis}"
+        traits = "; ".join(self.traits)
+        text += f" ({traits})".replace("(the host", "(bound by the host") if traits else ""
         if self.median_ratio is not None:
-            text += f", which took {self.median_ratio:.2g} x as long in the median"
+            # The range ends at the prediction, on the side where the others are not.
+            own_s = self.low_s if self.median_ratio > 1 else self.high_s
+            text += (
+                f", which took {self.median_ratio:.2g} x as long in the median: "
+                f"expect {format_time(self.median_ratio * own_s)}, not {format_time(own_s)}"
+            )
+        if self.num_anchors:
+            text += f", without factors ({self.num_anchors} anchors have none, {_FEWEST} have)"
         return text
 
 

@@ -1,29 +1,27 @@
 """Columns of `stepmark plan` as options of a prediction: its flags and its printed headings."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from math import prod
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
 
+Varied = Mapping[str, Set[str]]  # columns that state an option, by its name
 DP = "dp"
 LABEL = "label"
-IGNORED = (DP, LABEL, "gib", "win %", "win%", "days", "cost")  # in rows of plan, no option
+NOTES = ("notes", "note", "comment", "comments", "remark", "remarks")
+IGNORED = (DP, LABEL, "gib", "win_%", "win%", "days", "cost", *NOTES)  # no option
 _HEADINGS = {
+    "seq": "seq_len",
+    "sequence_length": "seq_len",
     "rules": "framework",
     "gpus": "nproc",
     "ckpt": "recompute",
-    "tok/s/gpu": "tokens_per_s_gpu",
-    "tokens/s/gpu": "tokens_per_s_gpu",
-    "mfu %": "mfu",
+    "mfu_%": "mfu",
+    "mfu_(%)": "mfu",
     "mfu%": "mfu",
     "mfu_pct": "mfu",
-    "time": "step",
-    "step_s": "step",
-    "step time": "step",
-    "step_time": "step",
-    "iteration time": "step",
     "layout": LABEL,
     "name": LABEL,
     "tensor_model_parallel_size": "tp",
@@ -33,9 +31,17 @@ _HEADINGS = {
     "expert_model_parallel_size": "ep",
     "micro_batch_size": "mbs",
 }
-_UNIT = re.compile(r"(step|time|step time|step_time|iteration time) ?[(\[](\w+)[)\]]")
+_TIME = re.compile(  # of a step, with its unit: step time (ms), ms/step
+    r"(?:step|time|(?:step|iter|iteration)_time|time(?:/|_per_)(?:step|iter|iteration))"
+    r"(?:_?[(\[]([a-z]+)[)\]]|_(s|ms))?"
+    r"|(s|ms|sec|seconds)(?:/|_per_)(?:step|it|iter|iteration)"
+)
+_RATE = re.compile(r"(?:tokens|tok|token)(?:/|_per_)(?:s|sec|second)(?:(/|_per_)gpu)?")
 _UNITS = {"sec": "s", "seconds": "s", "msec": "ms"}
+_ABOUT = re.compile(r"[~\u2248] *(?=\d)")  # before a number
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
+PLAN_COLUMNS = ("vpp", "recompute", "ac", "pp_schedule", "pp_stages")  # some rules lack them
+_LAYOUT = ("framework", "tp", "pp", "vpp", "cp", "ep", DP, "nproc", "mbs", "recompute")
 _AXES = ("tp", "pp", "cp")  # with the data ranks these are all ranks
 # Axes that plan's tables leave out where they are 1 in all rows.
 _RARE = ("vpp", "cp", "ep")
@@ -46,16 +52,22 @@ _OF_RECOMPUTE = (
 )
 
 
-def without_headings(cells: Mapping[str, str]) -> dict[str, str]:
-    """Return cells with headings as names of options, and units of headings in the cells."""
-    own: dict[str, str] = {}
-    for column, text in cells.items():
-        value = text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
-        unit = _UNIT.fullmatch(column)
-        if unit and value[-1:].isdecimal():
-            value += _UNITS.get(unit[2], unit[2])
-        own["step" if unit else _HEADINGS.get(column, column)] = value
-    return own
+def column_of(heading: str) -> tuple[str, str]:
+    """Return the name of a column by its heading, and the unit of its cells or ""."""
+    name = re.sub(r"[-\s]+", "_", heading.strip().lstrip("-").lower())
+    if own := _TIME.fullmatch(name):
+        unit = next(filter(None, own.groups()), "")
+        return "step", _UNITS.get(unit, unit)
+    if own := _RATE.fullmatch(name):
+        return ("tokens_per_s_gpu" if own[1] else "tokens_per_s"), ""
+    return _HEADINGS.get(name, name), ""
+
+
+def value_of(text: str, unit: str) -> str:
+    """Return a cell without marks of numbers, with the unit of its column."""
+    value = _ABOUT.sub("", text)
+    value = value.replace(",", "") if _THOUSANDS.fullmatch(value) else value
+    return value + unit if value[-1:].isdecimal() else value
 
 
 def axes_left_out(cells: Mapping[str, str]) -> tuple[str, ...]:
@@ -63,6 +75,12 @@ def axes_left_out(cells: Mapping[str, str]) -> tuple[str, ...]:
     own = cells.keys() | ({"vpp"} if "pp_stages" in cells else set())
     has_layout = {"tp", "pp", DP} & own
     return tuple(axis for axis in _RARE if axis not in own) if has_layout else ()
+
+
+def layout_of(cells: Mapping[str, str]) -> str:
+    """Return the layout of a row in brackets."""
+    words = [f"{name} {cells[name]}" for name in _LAYOUT if name in cells]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def replaced_by(cells: Mapping[str, str]) -> tuple[str, ...]:

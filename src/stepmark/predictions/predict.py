@@ -1,7 +1,7 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 
@@ -22,6 +22,7 @@ from stepmark.predictions.inputs import Inputs, changed
 from stepmark.predictions.interval import Interval
 from stepmark.predictions.measured_step import CLOSE, HOST, Figure, MeasuredStep, factor_for
 from stepmark.predictions.note import Topic, noted
+from stepmark.predictions.plan_columns import Varied
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import FACTORS, PredictOptions, show_what_if
 from stepmark.predictions.prediction import Prediction
@@ -99,6 +100,7 @@ def _predicted(
         inputs = with_host_of_step(inputs_of(options, workload))
     if anchored:
         inputs = replace(inputs, factors=anchored.factors)
+        anchored = replace(anchored, model_name=inputs.workload.name)
     changes = dict(options.what_if or ())
     if changes and options.measured:
         allowed = "left out with --measured, which is of the device as it is"
@@ -129,12 +131,19 @@ def interval_of(
 ) -> tuple[Interval | None, list[str]]:
     """Return the interval by anchors, by calibrated steps or by published ones, and notes.
 
-    Anchors without factors change no step: where they are few, its interval stays.
+    Where anchors are few, it is that of the prediction without factors, and has the one with.
     """
     if anchored:
-        interval = anchored.interval(prediction.step_s)
-        if interval.is_known or anchored.factors:
-            return interval, [] if interval.is_known else [str(interval)]
+        own = anchored.interval(prediction.step_s)
+        if own.is_known:
+            return own, []
+        inputs = replace(prediction.inputs, factors={})
+        plain = predict(inputs) if anchored.factors else prediction
+        interval, notes = interval_of(plain)
+        if interval is None or not interval.is_known:
+            return own, [str(own), *notes]
+        interval = interval.reaching(prediction.step_s)
+        return replace(interval, num_anchors=len(anchored.rows)), notes
     if prediction.inputs.calibration:
         return calibrated_errors.interval_of(prediction, calibrated_error(prediction.inputs))
     return sheet_errors.interval_of(prediction)
@@ -187,10 +196,15 @@ def _step_s(inputs: Inputs, name: str, factor: float) -> float:
     return predict(replace(inputs, host_s=host_s)).step_s
 
 
-def anchored_by(options: Job, varied: Mapping[str, Set[str]] | None = None) -> Anchored:
+def anchored_by(
+    options: Job,
+    varied: Varied | None = None,
+    key: Callable[[Job], Hashable] | None = None,
+) -> Anchored:
     """Return the factors by the anchors that the options name. Raises ConfigError.
 
     varied: options that each row of a table must state, with the columns that do.
+    key: of the options of a row, by which Anchored has its seconds.
     """
     from stepmark.predictions.anchored_steps import (  # noqa: PLC0415 - numpy
         fit_anchors,
@@ -198,12 +212,25 @@ def anchored_by(options: Job, varied: Mapping[str, Set[str]] | None = None) -> A
     )
 
     with Waiting("reading anchors"):
-        steps = [
-            replace(anchor, inputs=with_host_of_step(anchor.inputs))
-            for anchor in read_anchors(options, varied or {})
-        ]
+        rows, notes = read_anchors(options, varied or {})
+        steps = [replace(row, inputs=with_host_of_step(row.inputs)) for row in rows]
     with Waiting(f"fitting factors to {len(steps)} measured steps"):
-        return fit_anchors(steps, lambda own: predict(own).step, options.anchor or "")
+        for each in steps:
+            notes += _memory_notes(each.name + each.layout, each.inputs)
+        anchored = fit_anchors(
+            steps, lambda own: predict(own).step, options.anchor or "", notes
+        )
+    times_s = {key(each.job): each.measured_s for each in steps if key and each.job}
+    return replace(anchored, measured_s=times_s)
+
+
+def _memory_notes(name: str, inputs: Inputs) -> Iterator[str]:
+    """Yield that a measured step does not fit by its prediction."""
+    memory = predict(inputs).estimated_memory
+    if memory and memory.fits is False:
+        size = memory.reserved_bytes or memory.allocated_bytes
+        sizes = prediction_text.fit_text(memory.verdict, size, memory.device_bytes)
+        yield f"{name} {sizes} by its prediction: check its layout"
 
 
 def predict(inputs: Inputs) -> Prediction:

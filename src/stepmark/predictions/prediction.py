@@ -190,21 +190,17 @@ class Prediction:
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain data. Times are of one optimizer step."""
+        own = self.inputs
+        step = own.token_flops, own.tokens, own.num_ranks, own.peak_flops_per_s
         return {
             **self.figures(),
             "memory": self.memory and asdict(self.memory),
-            "measured": self.measured and self._measured_document(self.measured),
+            "measured": self.measured and self.measured.document(*step),
             "sources_s": {str(source): time_s for source, time_s in self.sources.items()},
             "ledger": ledger_rows(self.ledgers),
             "ledger_parts": part_rows(self.ledgers),
             "notes": [*self.all_notes],
         }
-
-    def _measured_document(self, measured: MeasuredStep) -> dict[str, Any]:
-        inputs = self.inputs
-        return measured.document(
-            inputs.token_flops, inputs.tokens, inputs.num_ranks, inputs.peak_flops_per_s
-        )
 
     def figures(self) -> dict[str, Any]:
         """Return the document without ledgers, notes, and what takes long to find."""
