@@ -42,3 +42,17 @@ def test_a_hop_within_a_host_stays_there(
     assert "moe-deepep-gpus-per-host 8 is invalid" in capsys.readouterr().err
     words = f"{FLEX} --gpus-per-host 4 --moe-deepep-gpus-per-host 4"
     assert predicted(words, tmp_path)["step_s"] > 0
+
+
+def test_shards_of_experts_are_padded_divided_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """128 experts of 768 rows: in whole rows, each in its own rows, or not at all."""
+    words = "predict qwen3-30b-a3b --num-layers 4 --strategy fsdp --device h100-sxm --nproc"
+    notes = predicted(f"{words} 48", tmp_path)["notes"]
+    assert any("torch pads them to 144" in note for note in notes), notes
+    even, apart = (predicted(f"{words} {count}", tmp_path) for count in (128, 256))
+    assert not any("torch pads" in note for note in even["notes"] + apart["notes"])
+    assert apart["step_s"] < 1.3 * even["step_s"], "padded messages were twice as large"
+    assert status([*words.split(), "320"]) == 2
+    assert "a divisor of an expert's 768 rows" in capsys.readouterr().err

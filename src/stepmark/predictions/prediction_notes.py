@@ -71,7 +71,7 @@ def _model_notes(inputs: Inputs) -> Iterator[str]:
     known = (*assumed, *unmodelled)
     yield from (f"of the file: {note}" for note in of_file if note not in known)
     is_pipeline = len(workload.stages) > 1
-    if not of_file and (is_pipeline or inputs.case is None):
+    if not of_file:
         # The layers of each stage change the answer, others, such as padding, little.
         topic = Topic.MODEL if is_pipeline else Topic.ORIGIN
         yield from noted(topic, (note for note in workload.notes if note not in known))
