@@ -848,7 +848,7 @@ REFUSED = [
     (
         LLAMA,
         "--profile --profile-ranks a",
-        "profile-ranks a is invalid: it must be a whole number",
+        "profile-ranks a is invalid: it must be whole numbers",
     ),
     (LLAMA, "--find-batch --mbs 4", "mbs 4 is invalid: it must be several with --find-batch"),
     (

@@ -105,7 +105,7 @@ def test_flops_in_every_convention_agree_with_a_prediction() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--device", "h200"), "given with --model"),
+        (("--device", "h200"), "also with --model"),
         (("--model", "gpt2-1.5b", "--histogram"), "left out with other views"),
         (("--model", "gpt2-1.5b", "--device", "h2000"), "--device h2000 is invalid"),
         (("--model", "gpt-none"), "--model gpt-none is invalid"),
