@@ -101,7 +101,9 @@ def test_columns_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 def test_long_names_of_sides_become_letters(tmp_path: Path) -> None:
     text = on_terminal(TABLES[6], 80, tmp_path)
-    assert re.search(r"^A = .*queued-1 and 2 more\nB = .*graph-1 and 2 more", text, re.MULTILINE)
+    assert re.search(
+        r"^A = .*queued-1 and 2 more\nB = .*graph-1 and 2 more", text, re.MULTILINE
+    )
     heads = [line.split() for line in text.split("\n") if line.startswith("family")]
     assert heads == [
         ["family", "placement", "size", "A", "B", "B", "/", "A"],
