@@ -57,7 +57,7 @@ def test_a_file_is_the_built_in_model(name: str) -> None:
         (4096, 1.3, 1024, 14336),
         (8192, 1.3, 1024, 28672),
         (4096, 1.0, 256, 11008),
-        (96, 1.0, 1, 256),
+        (192, 1.0, 1, 512),
     ],
 )
 def test_width_of_the_mlp(

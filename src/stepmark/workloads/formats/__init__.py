@@ -237,15 +237,13 @@ def sniff(path: Path) -> str:
     what = "an empty file" if not head.strip() else "a file of unknown kind"
     if path.suffix == ".json":
         what += " (a model's config.json has `model_type`)"
-    for marks, name in _OTHERS:
-        if all(mark in head for mark in marks):
-            what = name
-            break
+    known = [name for marks, name in _OTHERS if all(mark in head for mark in marks)]
+    what = next(iter(known), what)
     if b'"hidden_size"' in head and b'"model_type"' not in head:
         what = "a model's config without `model_type`, which names its family"
     if _is_trace(head):
         what = f"a profiler trace ({_OF_TRACES})"
-    elif head.lstrip()[:1] in (b"{", b"["):
+    elif not known and head.lstrip()[:1] in (b"{", b"["):
         read_json(path)  # which names the place where it is no JSON
     allowed = f"a workload in one of these: {', '.join(readable)}; this is {what}"
     raise ConfigError("workload", path, allowed)

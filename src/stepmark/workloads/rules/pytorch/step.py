@@ -253,25 +253,23 @@ def build(job: AnyJob, technique: Technique) -> Workload:
 
 
 def _notes(job: AnyJob, technique: Technique) -> tuple[str, ...]:
-    notes = tuple(_padding_of_experts(job, technique))
+    notes: list[str] = []
+    moe = job.config.moe if job.config else None
+    if moe and technique.sharding:
+        shards = technique.sharding.comms.groups["expert_fsdp"].size
+        count = moe.num_experts // job.parallel.ep
+        padded = -(-count // shards) * shards
+        if shards <= count < padded:
+            notes.append(
+                f"{count} experts over {shards} shards: torch pads them to {padded}, so that "
+                "their messages, and memory where there are most, are "
+                f"{padded / count:.2f} x as large"
+            )
     if job.parallel.pp == 1:
-        return notes
+        return tuple(notes)
     chunks = technique.schedule.num_chunks(technique.pp_stages)
     layers = stage_layers(job.num_layers, job.parallel.pp * chunks, technique.pp_split)
-    return notes + split_note(list(map(len, layers)), technique.pp_split)
-
-
-def _padding_of_experts(job: AnyJob, technique: Technique) -> Iterator[str]:
-    if technique.sharding is None or job.config is None or job.config.moe is None:
-        return
-    shards = technique.sharding.comms.groups["expert_fsdp"].size
-    count = job.config.moe.num_experts // job.parallel.ep
-    padded = -(-count // shards) * shards
-    if shards <= count < padded:
-        yield (
-            f"{count} experts over {shards} shards: torch pads them to {padded}, so that their "
-            f"messages, and memory where there are most, are {padded / count:.2f} x as large"
-        )
+    return (*notes, *split_note(list(map(len, layers)), technique.pp_split))
 
 
 def _prune(blocks: Blocks, stages: tuple[Stage, ...]) -> set[str]:
