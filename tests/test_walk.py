@@ -38,7 +38,7 @@ def walked(run: Callable[[], object]) -> set[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("words", "files", "functions"),
     [
-        ("predict llama-3.1-8b --strategy fsdp --nproc 8 --mbs 2 --device h200", 84, 758),
+        ("predict llama-3.1-8b --strategy fsdp --nproc 8 --mbs 2 --device h200", 84, 759),
         (f"trace breakdown {TRACES / 'fsdp8'}", 31, 252),
     ],
     ids=["predict", "trace"],
