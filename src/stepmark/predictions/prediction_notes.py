@@ -14,6 +14,7 @@ from stepmark.predictions.prediction import Prediction
 from stepmark.timeline.ledger import Group, Work
 from stepmark.timeline.step_cost import Source
 from stepmark.workloads.formats.huggingface.shared_fields import DEFAULT_SEQ_LEN
+from stepmark.workloads.rules.pytorch.case import COMPILED
 from stepmark.workloads.workload_files import read_notes
 
 
@@ -68,7 +69,7 @@ def _model_notes(inputs: Inputs) -> Iterator[str]:
             f" {100 * share:.3g} % of the weights that a token meets: FLOPs and MFU count them"
         )
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)
-    known = (*assumed, *unmodelled)
+    known = (*assumed, *unmodelled, COMPILED)  # the second line says that it is compiled
     yield from (f"of the file: {note}" for note in of_file if note not in known)
     is_pipeline = len(workload.stages) > 1
     if not of_file:

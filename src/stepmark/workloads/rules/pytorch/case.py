@@ -15,7 +15,7 @@ from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.settings import PyTorch
 
-_COMPILED = "compiled: kernels are fused, communication is that of eager code"
+COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
 
 def of_case(case: TrainCase) -> Workload:
@@ -31,7 +31,7 @@ def of_case(case: TrainCase) -> Workload:
     )
     workload = _workload(job_of(case), settings_of(case))
     if case.compile is not CompileScope.NONE:
-        workload = replace(workload, notes=(*workload.notes, _COMPILED))
+        workload = replace(workload, notes=(*workload.notes, COMPILED))
     return workload
 
 
