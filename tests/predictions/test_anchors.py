@@ -336,10 +336,10 @@ def test_a_row_may_name_another_framework(
     assert document["interval"]["low_s"] == alone["low_s"]
     assert document["interval"]["high_s"] == max(alone["high_s"], document["step_s"])
     assert document["interval"]["num_anchors"] == 2
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "factors on costs: 6.19" in printed
-    assert "  note: factors above 2 or below 0.5: 6.19 for all costs; " in printed
-    assert ", without factors (2 anchors have none, 9 have)" in " ".join(printed.split())
+    assert " note: factors above 2 or below 0.5: 6.19 for all costs; " in printed
+    assert ", of the step without anchors (9 give one of their own)" in printed
 
 
 def test_doubtful_anchors_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

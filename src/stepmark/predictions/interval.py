@@ -66,7 +66,7 @@ class Interval:
                 f"expect {format_time(self.median_ratio * own_s)}, not {format_time(own_s)}"
             )
         if self.num_anchors:
-            text += f", without factors ({self.num_anchors} anchors have none, {_FEWEST} have)"
+            text += f", of the step without anchors ({_FEWEST} give one of their own)"
         return text
 
 
