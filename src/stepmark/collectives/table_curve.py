@@ -210,7 +210,7 @@ def _slow_rows(points: Sequence[Point], named: set[int]) -> Iterator[CurveFault]
             name="slow-rows" if is_severe else "slow-row",
             text=f"far longer than other sizes suggest: {_ratios_text(slow)}",
             cause="another job on the hosts or the network, retransmissions, a protocol (LL or "
-            "LL128) that is kept for sizes that are too large for it, or of a single row the "
+            "LL128) that is used for sizes that are too large for it, or of a single row the "
             "first use of a connection",
             action="repeat with more iterations (-n 100 -w 20); if the same rows are slow, "
             "compare with NCCL_PROTO=^LL and ^LL128, and update NCCL or its plug-in",

@@ -407,26 +407,26 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     if not sources and options.html:
         allowed = "given with output, logs or dumps of a job: tables have no figures"
         raise ConfigError("html", options.html, allowed)
-    found = [_with_hardware(one, options) for group in by_file.values() for one in group]
+    listed = [_with_hardware(one, options) for group in by_file.values() for one in group]
     given = [name for name in ("nics", "gpus_per_node", "device") if getattr(options, name)]
-    if given and not found and not (options.model and given == ["device"]):
+    if given and not listed and not (options.model and given == ["device"]):
         allowed = "given with a table of results (--device also with --model, for its MFU)"
         raise ConfigError(dashed(given[0]), getattr(options, given[0]), allowed)
-    if not (found or sources or options.tables):
+    if not (listed or sources or options.tables):
         allowed = "a file with a table of results; none of its lines is a row that can be read"
         raise ConfigError("file", next(iter(files)), allowed)
     nics = parse_nics(options.nics) if options.nics else None
-    findings = [tuple(validate(table)) for table in found]
+    findings = [tuple(validate(table)) for table in listed]
     judgements = tuple(
         judge(table, nics=nics, findings=checked)
-        for table, checked in zip(found, findings, strict=True)
+        for table, checked in zip(listed, findings, strict=True)
     )
     return LogReport(
         options=options,
         sources=tuple(sources),
         tables=tuple(
             (table, (*checked, *(f for each in judged for f in each.findings)))
-            for table, checked, judged in zip(found, findings, judgements, strict=True)
+            for table, checked, judged in zip(listed, findings, judgements, strict=True)
         ),
         judgements=judgements,
         stops=as_ended(stops) if options.ended else tuple(stops),

@@ -40,7 +40,7 @@ class Param:
         Raises ConfigError where torch would: it pads dimension 0 alone. torchtitan b5bcd76,
         distributed/fsdp.py: apply_fsdp.
         """
-        if not self.is_expert or ranks <= self.shape[0]:
+        if not self.is_expert or ranks <= self.shape[0] or len(self.shape) == 1:
             return 0
         if self.shape[1] % ranks:
             rule = (

@@ -23,7 +23,7 @@ _MAX_CONCURRENT = 8
 _MIN_AGREEMENT = 0.6
 _SLACK = 1e-6
 _MAYBE_COMMUNICATION = (RowKind.COLLECTIVE, RowKind.COMM_KERNEL, RowKind.DEVICE_ROW)
-# Columns without which communication is not told.
+# Columns without which communication is not known.
 _NEEDED = {
     "self_cpu": "Self CPU",
     "cpu": "CPU total",

@@ -13,12 +13,11 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed, plain
 from stepmark.model.ops.matmul import row_multiple
 from stepmark.model.parallel import PipelineSchedule
-from stepmark.step.module import Param
 from stepmark.training.model_refusals import LACKING, OF_ALL_KEYS, PARTS, UNDIVIDED, parts
 from stepmark.training.scores import MASKED_KERNELS, all_scores
 from stepmark.training.train_options import TrainOptions, show_blocks
 from stepmark.workloads.rules.pytorch import muon
-from stepmark.workloads.rules.pytorch.fsdp import SMALLER_MESH
+from stepmark.workloads.rules.pytorch.fsdp import SMALLER_MESH, divides_experts
 
 _BYTES = 256  # tokens of a text
 
@@ -275,12 +274,10 @@ def _data_parallel(case: TrainCase) -> Refused:
     of_experts = shards // case.parallel.ep
     if case.reshard.isdecimal() and of_experts % int(case.reshard):
         yield "reshard", case.reshard, f"a divisor of {of_experts} shards of experts"
-    if (moe := case.model.moe) and case.data_parallel is DataParallel.FSDP:
-        for rows in (moe.ffn_hidden_size, moe.latent_size or case.model.hidden_size):
-            shape = (moe.num_experts // case.parallel.ep, rows)
-            divided = Param(name="expert", shape=shape, is_expert=True).shard_dim(of_experts)
-            if divided and case.reshard.isdecimal():
-                yield "reshard", case.reshard, SMALLER_MESH
+    if case.data_parallel is DataParallel.FSDP:
+        is_apart = divides_experts(case.model, case.parallel.ep, of_experts)
+        if is_apart and case.reshard.isdecimal():
+            yield "reshard", case.reshard, SMALLER_MESH
     layers = math.ceil(case.model.num_layers / case.parallel.pp)
     if case.blocks_per_group > layers:
         yield "blocks-per-group", case.blocks_per_group, f"at most {layers} layers"

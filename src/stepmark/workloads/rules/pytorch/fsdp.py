@@ -7,6 +7,8 @@ cp, and over dp_shard x cp / ep those of experts (torchtitan, distributed/parall
 from stepmark.cases.training import GradSync
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
+from stepmark.model.model import ModelConfig
+from stepmark.step.module import Param
 from stepmark.step.workload import Group
 from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, refuse_first
@@ -70,8 +72,7 @@ def _inner(job: AnyJob, groups: dict[str, Group], reshard: int) -> dict[str, Gro
     axes = job.parallel
     inner = {"fsdp_inner": Group(digits=((reshard, axes.tp),))}
     same = groups["expert_fsdp"].size
-    moe = job.config.moe if job.config else None
-    if moe and same > moe.num_experts // axes.ep:
+    if job.config and divides_experts(job.config, axes.ep, same):
         raise ConfigError("reshard_after_forward", reshard, SMALLER_MESH)
     if axes.ep > 1:
         if same % reshard:
@@ -80,3 +81,15 @@ def _inner(job: AnyJob, groups: dict[str, Group], reshard: int) -> dict[str, Gro
             )
         inner["expert_fsdp_inner"] = Group(digits=((reshard, axes.tp * axes.ep),))
     return inner
+
+
+def divides_experts(model: ModelConfig, ep: int, shards: int) -> bool:
+    """Return whether shards are rows of each expert. Raises ConfigError where torch would."""
+    moe = model.moe
+    if moe is None:
+        return False
+    params = (
+        Param(name="expert", shape=(moe.num_experts // ep, rows), is_expert=True)
+        for rows in (moe.ffn_hidden_size, moe.latent_size or model.hidden_size)
+    )
+    return max([param.shard_dim(shards) for param in params]) > 0

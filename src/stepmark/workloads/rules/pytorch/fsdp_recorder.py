@@ -220,7 +220,7 @@ class FsdpRecorder(FsdpEvents[Param]):
 
     @staticmethod
     def _across(params: Iterable[Param], ranks: int) -> int:
-        """Return the elements that are copied once more, as shards are no rows of theirs."""
+        """Return the elements that are copied once more, as shards are not whole rows."""
         return sum(param.numel for param in params if param.shard_dim(ranks))
 
     def _copy(
