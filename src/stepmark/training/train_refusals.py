@@ -274,7 +274,7 @@ def _data_parallel(case: TrainCase) -> Refused:
     of_experts = shards // case.parallel.ep
     if case.reshard.isdecimal() and of_experts % int(case.reshard):
         yield "reshard", case.reshard, f"a divisor of {of_experts} shards of experts"
-    if case.data_parallel is DataParallel.FSDP:
+    if case.model.moe and case.data_parallel is DataParallel.FSDP:
         is_apart = divides_experts(case.model, case.parallel.ep, of_experts)
         if is_apart and case.reshard.isdecimal():
             yield "reshard", case.reshard, SMALLER_MESH
