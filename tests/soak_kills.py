@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -296,21 +296,26 @@ def wrong(place: Path, before: Sequence[bytes]) -> str:
         return "" if len(set(keys)) == len(keys) else f"{place}: a try was repeated"
     if not is_run(place):
         return f"{place}: it is no run"
-    done = list(finished(read_records(place)))
+    records = read_records(place)
+    done = [key(record) for record in records if is_finished(record)]
     if len(set(done)) < len(done):
         return f"{place}: a case was measured twice"
-    missing = {(e.case.case_id, e.launch) for e in plans.read(place).entries} - set(done)
+    # What a budget skipped has another one in the next command.
+    skipped = [key(record) for record in records if isinstance(record, Skipped)]
+    planned = {(entry.case.case_id, entry.launch) for entry in plans.read(place).entries}
+    missing = planned.difference(done, skipped)
     return f"{place}: {len(missing)} cases were not measured" if missing else ""
 
 
-def finished(records: Sequence[Record]) -> Iterator[tuple[str, int]]:
-    """Yield the cases that resume keeps."""
-    for record in records:
-        is_cut = (
-            isinstance(record, Measured) and record.training and record.training.interrupted
-        )
-        if isinstance(record, Measured | Skipped) and not is_cut:
-            yield record.case.case_id, record.launch
+def key(record: Record) -> tuple[str, int]:
+    return record.case.case_id, record.launch
+
+
+def is_finished(record: Record) -> bool:
+    """Return whether resume keeps a record."""
+    if not isinstance(record, Measured):
+        return False
+    return not (record.training and record.training.interrupted)
 
 
 def main(seed: int, count: int, first: int = 0) -> int:

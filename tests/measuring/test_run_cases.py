@@ -89,6 +89,48 @@ def test_steady_times_stop_early(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(record.samples.seconds[0]) == 5 * 100  # five batches of 0.1 s, all alike
 
 
+def test_a_device_at_its_limit_is_never_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product at the power limit can be alike for half a second and 2 % off (H200)."""
+    monkeypatch.setattr(operators.Sampler, "is_limited", lambda _: True)
+    install(monkeypatch, {"good": impl()}, steady)
+    record = one(gemm(), Effort(sample_s=30, soak_s=0))
+    assert len(record.samples.batches) == clock.MIN_BATCHES
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_what_is_flat_at_once_needs_no_soak_of_its_own(
+    is_limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a device at its limit the first batches are left out of samples and telemetry."""
+
+    class Slow(FakeTimer):
+        def sample(self, count: int) -> list[float]:
+            time.sleep(0.02)
+            return super().sample(count)
+
+    forgotten: list[object] = []
+    monkeypatch.setattr(operators.Sampler, "is_limited", lambda _: is_limited)
+    monkeypatch.setattr(operators.Sampler, "forget", lambda _: forgotten.append(None))
+    monkeypatch.setattr(operators, "_OWN_SOAK_S", 0.15)
+    install(monkeypatch, {"good": impl()}, steady)
+    timers: list[Slow] = []
+    monkeypatch.setattr(
+        clock, "choose", lambda *_, **__: timers.append(Slow(steady())) or timers[-1]
+    )
+    effort = Effort(sample_s=2.0, soak_s=0.5)
+    (_, record) = run([gemm(size=16), gemm(size=32)], effort)
+    assert isinstance(record, Measured)
+    given, seconds = timers[-1].given, record.samples.seconds[0]
+    if is_limited:
+        assert len(record.samples.batches) == clock.MIN_BATCHES
+        assert len(given) - len(seconds) >= 7 * 100, "0.15 s of batches of 0.02 s"
+        assert len(forgotten) == 2
+    else:
+        assert (len(seconds), len(given)) == (5 * 100, 5 * 100)
+        assert not forgotten
+    assert record.samples.soak_s >= 0.5
+
+
 def test_noise_asks_for_more_until_it_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {"good": impl()}, noisy(0.05))
     record = one(gemm(), Effort(sample_s=30, soak_s=0, target_ci_rel=0.002))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.cases.case import Rate
-from stepmark.measuring.clock import HALF_S, MAX_SAMPLES, Effort, is_enough
+from stepmark.measuring.clock import HALF_S, MAX_SAMPLES, Effort, is_enough, is_flat
 
 
 @given(usable_s=st.floats(0.1, 1e4), sample_s=st.floats(0.1, 1e3), soak_s=st.floats(0, 1e3))
@@ -27,7 +27,7 @@ def test_time_and_number_end_what_never_settles(rate: Rate) -> None:
     effort = Effort(sample_s=3.0, min_batches=10, target_ci_rel=0.0)
     uneven = [[1.0, 2.0]] * 20
     assert not is_enough(uneven, 2.9, effort, rate)
-    assert is_enough(uneven, 3.0 + 4 * (rate is Rate.BURST), effort, rate)
+    assert is_enough(uneven, 3.0 + {"burst": 4, "half": 1}.get(rate, 0), effort, rate)
     assert is_enough([[1.0, 2.0] * (MAX_SAMPLES // 2)], 0.0, effort, rate)
 
 
@@ -45,18 +45,24 @@ def test_batches_are_the_unit_of_what_is_sustained() -> None:
 
 
 def test_a_device_that_swings_is_sampled_for_a_whole_swing() -> None:
-    """Half a swing may be 2 % off; batches that are all alike are not of a swing."""
+    """Half a swing may be 2 % off."""
     effort = Effort(min_batches=10, target_ci_rel=0.01)
     swing = [[1.0 + 0.005 * math.sin(2 * math.pi * batch / 10)] * 50 for batch in range(10)]
     assert not is_enough(swing[:9], 0.1, effort)
     assert is_enough(swing, 0.1, effort)
-    flat = [[1.0 + 0.0001 * batch] * 50 for batch in range(5)]
-    assert not is_enough(flat[:4], 0.1, effort)
-    assert is_enough(flat, 0.1, effort)
+
+
+def test_five_batches_within_half_of_the_precision_are_flat() -> None:
+    effort = Effort(target_ci_rel=0.01)
+    flat = [[1.0 + 0.0012 * batch] * 50 for batch in range(6)]
+    assert not is_flat(flat[:4], effort)
+    assert is_flat(flat[:5], effort)
+    assert not is_flat(flat, effort)
 
 
 def test_half_load_lasts_long_enough_for_its_power() -> None:
     steady = [[1.0] * 7] * 50
     assert not is_enough(steady, HALF_S - 0.1, Effort(), Rate.HALF)
     assert is_enough(steady, HALF_S, Effort(), Rate.HALF)
-    assert is_enough(steady, 0.5, Effort(sample_s=0.5), Rate.HALF)  # a budget goes first
+    of_budget = Effort().shortened(1.0)
+    assert is_enough(steady, 1.0, of_budget, Rate.HALF)

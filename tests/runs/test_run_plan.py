@@ -1,10 +1,12 @@
 """The plan of stepmark run: parts in the first launch, the step in the second one."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 from tests.parsing import parse
 
+from stepmark.cases.case import OpCase
 from stepmark.cases.plan import Plan, Profile
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope
@@ -63,6 +65,20 @@ def test_parts_come_in_the_first_launch_and_the_step_in_the_second(
     families = {entry.case.family for entry in parts}
     assert ("optimizer" in families) == ("--scale" not in words)
     assert any("left out" in note for note in plan.notes) == ("--scale" in words)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_operators_are_measured_as_the_step_may_run_them(compile: bool) -> None:
+    machine = replace(H200, capability=(9, 0))
+    plan = planned("llama-3.1-8b" if compile else "llama-3.1-8b --no-compile", machine)
+    backends: dict[str, set[str]] = {}
+    for entry in plan.entries:
+        if isinstance(entry.case, OpCase):
+            backends.setdefault(entry.case.family, set()).add(entry.case.backend)
+    assert backends["attention"] == {"flash", "cudnn"}
+    fused = {backends[family].pop() for family in ("norm", "activation", "rope")}
+    assert fused == {"compile" if compile else "torch"}
+    assert backends["gemm"] == backends["optimizer"] == {"torch"}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stepmark.cases.case import SOAK_S
+from stepmark.cases.case import SAMPLE_S, SOAK_S
 from stepmark.cases.record import AnyCase
 from stepmark.ground.redaction import redact_words
 from stepmark.ground.units import parse_duration
@@ -50,7 +50,7 @@ class OpHow:
     budget_s: float | None = None
     timeout_s: float = 600.0  # a case that takes longer has failed
     soak_s: float = SOAK_S
-    sample_s: float = 3.0  # wall seconds of sampling at most
+    sample_s: float = SAMPLE_S  # wall seconds of sampling at most
     steps: int | None = None
     warmups: int | None = None
 

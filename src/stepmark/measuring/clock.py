@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from stepmark.cases.case import SOAK_S, SOAK_SHARE, ClockName, Rate
+from stepmark.cases.case import SAMPLE_S, SOAK_S, SOAK_SHARE, ClockName, Rate
 from stepmark.cases.record import METHOD_VERSIONS
 from stepmark.ground.stats import summarize
 
@@ -249,21 +249,21 @@ def choose(
 BURST_IDLE_S = 1.0
 # At half load, so that the energy counter and the mean power are sure.
 HALF_S = 2.0
+_HALF_STRETCH = HALF_S / SAMPLE_S  # it has no soak
 MIN_SAMPLES = 5
 MAX_SAMPLES = 20_000
 # A device at its power limit swings by 1 to 2 % once a second (H200, results/), so samples of
 # one batch are alike: the confidence interval is that of batches, over at least a second.
 MIN_BATCHES = 10
-# A device whose first batches are alike is not at its limit. FLAT_SHARE: of the precision.
 FLAT_BATCHES = 5
-FLAT_SHARE = 0.2
+FLAT_SHARE = 0.5  # of the precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """Duration of a case's samples, and the precision of their median, or their number."""
 
-    sample_s: float = 3.0  # wall seconds of sampling at most
+    sample_s: float = SAMPLE_S  # wall seconds of sampling at most
     soak_s: float = SOAK_S
     target_ci_rel: float = 0.01  # half-width of the median's 95 % interval
     min_batches: int = MIN_BATCHES
@@ -286,17 +286,28 @@ def is_enough(
     if effort.num_samples is not None:
         return count >= effort.num_samples
     burst = rate is Rate.BURST
-    # A burst idles a second per 20 ms of work, so its budget is counted in bursts.
-    limit = effort.sample_s + 4 * BURST_IDLE_S if burst else effort.sample_s
-    if spent_s >= limit or count >= MAX_SAMPLES:
+    limit_s = effort.sample_s
+    if burst:  # it idles a second per 20 ms of work, so its budget is counted in bursts
+        limit_s += 4 * BURST_IDLE_S
+    elif rate is Rate.HALF:
+        limit_s *= _HALF_STRETCH
+    if spent_s >= limit_s or count >= MAX_SAMPLES:
         return True
     if burst:
         samples = [value for batch in batches for value in batch]
         return count >= MIN_SAMPLES and summarize(samples).ci_rel < effort.target_ci_rel
-    if rate is Rate.HALF and spent_s < HALF_S:
-        return False
-    medians = [summarize(batch).median for batch in batches]
     if len(batches) < effort.min_batches:
-        most = FLAT_SHARE * effort.target_ci_rel * min(medians)
-        return len(batches) >= FLAT_BATCHES and max(medians) - min(medians) < most
-    return summarize(medians).ci_rel < effort.target_ci_rel
+        return False
+    is_sure = summarize(_medians(batches)).ci_rel < effort.target_ci_rel
+    return is_sure and rate is not Rate.HALF
+
+
+def is_flat(batches: list[list[float]], effort: Effort) -> bool:
+    """Return whether batches are so alike that a device that nothing limits has no swing."""
+    medians = _medians(batches)
+    most = FLAT_SHARE * effort.target_ci_rel
+    return len(batches) >= FLAT_BATCHES and max(medians) - min(medians) < most * min(medians)
+
+
+def _medians(batches: list[list[float]]) -> list[float]:
+    return [summarize(batch).median for batch in batches]

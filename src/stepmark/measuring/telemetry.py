@@ -171,11 +171,10 @@ class Sampler:
 
     def _run(self) -> None:
         stop = self._stop
-        readings = self._readings
-        energies = self._energies
         host = self._host
         try:
             while True:
+                readings, energies = self._readings, self._energies  # `forget` replaces them
                 if host is not None:
                     host.read()
                 # What the counter shows between two changes is out of date.
@@ -190,6 +189,15 @@ class Sampler:
             self._after = self._read()
         except LOST:
             return
+
+    def is_limited(self) -> bool:
+        """Return whether anything has slowed the device since `with` or `forget`."""
+        return any(word != IDLE for reading in self._readings for word in reading.throttle)
+
+    def forget(self) -> None:
+        """Leave out what was read until now."""
+        self._readings = []
+        self._energies = []
 
     def temperature_c(self) -> float | None:
         """Return the device's temperature of this moment; None where it is not known."""

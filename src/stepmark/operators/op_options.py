@@ -97,7 +97,7 @@ class Timing:
     )
     steps: Annotated[int, between(1, 10**6)] | None = flag(
         "samples, each the mean of calls for about 1 ms "
-        "[until the median is within 1 %, at most 3 s]"
+        "[until the median is within 1 %, at most 1.5 s]"
     )
     warmups: Annotated[int, between(1, 10**6)] | None = flag(
         "calls before the first sample [a soak of 2 s]", rare=True

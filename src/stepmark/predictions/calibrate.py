@@ -65,22 +65,20 @@ STEADY_S = 2.0
 _MODEL_S = 90.0
 COMM_S = 50.0
 _IDLE_BYTES = 4096  # so few that the device is as good as idle, at full clock
-_LOADS: tuple[tuple[Op, tuple[Rate, ...]], ...] = (
-    (Gemm(m=8192, n=8192, k=8192, dtype=DType.BF16), (Rate.SUSTAINED, Rate.HALF)),
-    (
-        Attention(
-            batch=4,
-            seq_q=4096,
-            seq_kv=4096,
-            heads=32,
-            kv_heads=32,
-            head_dim_qk=128,
-            head_dim_v=128,
-        ),
-        (Rate.SUSTAINED, Rate.HALF),
-    ),
-    (Copy(num_bytes=GIB), (Rate.SUSTAINED,)),
-    (Copy(num_bytes=_IDLE_BYTES), (Rate.HALF,)),
+_PRODUCT = Gemm(m=8192, n=8192, k=8192, dtype=DType.BF16)
+_ATTENTION = Attention(
+    batch=4,
+    seq_q=4096,
+    seq_kv=4096,
+    heads=32,
+    kv_heads=32,
+    head_dim_qk=128,
+    head_dim_v=128,
+)
+# One after the other those at full load are warm.
+_LOADS: tuple[tuple[Rate, tuple[Op, ...]], ...] = (
+    (Rate.SUSTAINED, (_PRODUCT, _ATTENTION, Copy(num_bytes=GIB))),
+    (Rate.HALF, (_PRODUCT, _ATTENTION, Copy(num_bytes=_IDLE_BYTES))),
 )
 
 
@@ -211,22 +209,20 @@ def _powers(num_ranks: int, machine: Machine) -> list[OpCase]:
     """Return what draws most, least and between, each by the backend that runs here."""
     limits = op_plan.capabilities(machine)
     cases = []
-    for op, rates in _LOADS:
+    for rate, op in ((rate, op) for rate, ops in _LOADS for op in ops):
         family = FAMILY_OF[type(op)]
         # cuDNN's attention, if there is one: the fastest.
         names = sorted(BACKENDS[family], key=lambda name: name != "cudnn")
         backends = [name for name in names if unsupported(family, name, op, limits) is None]
-        cases += [
-            OpCase(
-                op=op,
-                backend=(backends or names)[0],
-                device="cuda",
-                num_ranks=num_ranks,
-                rate=rate,
-                labels=(Label(role=POWER),),
-            )
-            for rate in rates
-        ]
+        case = OpCase(
+            op=op,
+            backend=(backends or names)[0],
+            device="cuda",
+            num_ranks=num_ranks,
+            rate=rate,
+            labels=(Label(role=POWER),),
+        )
+        cases.append(case)
     return cases
 
 

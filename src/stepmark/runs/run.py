@@ -6,10 +6,11 @@ measure it, rank 0 writes the prediction into the run.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from stepmark.cases.case import OpCase
 from stepmark.cases.plan import (
     STEP_LAUNCH,
     CommHow,
@@ -23,10 +24,12 @@ from stepmark.cases.plan import (
 )
 from stepmark.cases.replay_case import Compute
 from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import CompileScope
 from stepmark.collectives import comm
 from stepmark.collectives.comm_options import CommOptions
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.grouping import group_by
 from stepmark.ground.options import plain
 from stepmark.ground.units import GIB, KIB, MIB
 from stepmark.measuring import delivery
@@ -93,7 +96,7 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
         model=case.model_file or case.model.name.partition("@")[0],
         seq_len=case.model.seq_len,
     )
-    tables = [] if case.scale else list(entries(op_plan.layer_cases(layer, machine)))
+    tables = [] if case.scale else list(entries([*_operators(layer, machine, case)]))
     if case.scale:
         notes.append("operators of one layer are left out: they have no --scale")
     how = replace(
@@ -126,6 +129,17 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
         entries=tuple(replace(each, position=i) for i, each in enumerate([*parts, *own])),
         notes=(*steps.notes, *notes),
     )
+
+
+def _operators(layer: LayerOptions, machine: Machine, step: TrainCase) -> Iterator[OpCase]:
+    """Yield the operators of a layer by the backends that the step may run.
+
+    These are torch's own attention, and compiled functions where the step is compiled.
+    """
+    is_compiled = step.compile is not CompileScope.NONE
+    others = {"flex", "varlen", "flash-attn", "torch" if is_compiled else "compile"}
+    for cases in group_by(op_plan.layer_cases(layer, machine), lambda case: case.op).values():
+        yield from [case for case in cases if case.backend not in others] or cases
 
 
 def _replay_of(

@@ -16,7 +16,7 @@ from stepmark.cases.record import Check, Measured, Samples
 from stepmark.ground.stats import slowest_per_sample
 from stepmark.ground.units import format_bytes
 from stepmark.measuring import clock as clocks
-from stepmark.measuring.clock import BURST_IDLE_S, Effort, is_enough
+from stepmark.measuring.clock import BURST_IDLE_S, Effort, is_enough, is_flat
 from stepmark.measuring.context import (
     MeasureContext,
     collect,
@@ -36,8 +36,9 @@ _BATCH_S = {Rate.BURST: 20e-3, Rate.SUSTAINED: 0.1, Rate.HALF: 10e-3}
 _MAX_SETS = 128
 # The load of earlier cases counts as soak if it ended less than this before.
 _PAUSE_S = 1.0
-# What a case soaks itself at least: a power cap lowers the clock within tenths of a second.
-_OWN_SOAK_S = 0.3
+# What a case soaks itself where a limit slows the device: a power cap lowers the clock within
+# tenths of a second, and swings most after the pause before a case.
+_OWN_SOAK_S = 0.6
 _MAX_CACHES = 64
 
 
@@ -220,23 +221,26 @@ def _sampled(
     loaded_s = context.ranks.decide(load.seconds)
     begin = time.monotonic()
     is_full = case.rate is Rate.SUSTAINED
-    soak_s = 0.0
+    soak_s = own_soak_s = 0.0
     with no_collection():
         if warmups is not None:
             warm = calls[:1] if case.clock is ClockName.HOT else calls
             soak_s = agreed(context.ranks, lambda: _warm_up(case, warm, warmups))
         elif is_full:
-            own_s = min(effort.soak_s, max(_OWN_SOAK_S, effort.soak_s - loaded_s))
-            soak_s = loaded_s + agreed(context.ranks, lambda: _soak(timer, estimate_s, own_s))
+            more_s = max(0.0, effort.soak_s - loaded_s)
+            soak_s = loaded_s + agreed(context.ranks, lambda: _soak(timer, estimate_s, more_s))
+            own_soak_s = min(_OWN_SOAK_S, effort.soak_s)
         with sampler:
-            seconds, batches = _collect(case, context, timer, estimate_s, effort)
+            seconds, batches, own_soak_s = _collect(
+                case, context, timer, estimate_s, effort, sampler, own_soak_s
+            )
     load.ended(begin, loaded_s, is_full=is_full)
     return Samples(
         seconds=(tuple(seconds),),
         method=timer.method,
         calls_per_sample=timer.calls_per_sample,
         num_sets=len(calls),
-        soak_s=soak_s,
+        soak_s=soak_s + own_soak_s,
         warmup_calls=warmups or 0,
         wall_s=time.monotonic() - begin,
         batches=batches,
@@ -359,19 +363,32 @@ def _collect(
     timer: clocks.Timer,
     estimate_s: float,
     effort: Effort,
-) -> tuple[list[float], tuple[int, ...]]:
+    sampler: Sampler,
+    own_soak_s: float,
+) -> tuple[list[float], tuple[int, ...], float]:
     """Sample in batches until rank 0 decides from all ranks' maxima that they suffice.
 
-    Returns the samples, and how many each batch has. A fixed number of samples is kept exactly.
+    They do as soon as batches are flat while no limit slows a device; else those of the first
+    own_soak_s are soak. Returns the samples, how many each batch has, and the seconds of soak.
+    A fixed number of samples is kept exactly.
     """
-    count = _batch(timer, estimate_s, min(_BATCH_S[case.rate], effort.sample_s / 4))
+    most = _batch(timer, estimate_s, min(_BATCH_S[case.rate], effort.sample_s / 4))
     resume_at = 0.0
     seconds: list[float] = []
     batches: list[list[float]] = []  # slowest rank per sample
+    is_soak = own_soak_s > 0
+    soak_s = 0.0
     begin = time.monotonic()
 
-    def enough() -> bool:
-        return is_enough(batches, time.monotonic() - begin, effort, case.rate)
+    def verdict() -> tuple[bool, bool]:
+        """Return whether samples suffice, and whether the soak has ended."""
+        spent_s = time.monotonic() - begin
+        can_be_flat = case.rate is Rate.SUSTAINED and effort.num_samples is None
+        if can_be_flat and not any(limited) and is_flat(batches, effort):
+            return True, False
+        if is_soak:
+            return False, spent_s >= own_soak_s
+        return is_enough(batches, spent_s, effort, case.rate), False
 
     while True:  # rank 0 ends it, for all
         if case.rate is Rate.BURST:
@@ -379,11 +396,21 @@ def _collect(
         elif case.rate is Rate.HALF:
             time.sleep(max(0.0, resume_at - time.monotonic()))
         context.ranks.barrier()
-        if effort.num_samples is not None:
-            count = min(count, effort.num_samples - len(seconds))
+        count = most
+        if effort.num_samples is not None and not is_soak:
+            count = min(most, effort.num_samples - len(seconds))
         batch = agreed(context.ranks, lambda: timer.sample(count))  # noqa: B023  called at once
         resume_at = time.monotonic() + sum(batch) * timer.calls_per_sample
         seconds += batch
-        batches.append(slowest_per_sample(context.ranks.gather(batch)))
-        if context.ranks.decide(enough):
-            return seconds, tuple(map(len, batches))
+        of_ranks = context.ranks.gather((batch, sampler.is_limited()))
+        all_batches, limited = zip(*of_ranks, strict=True)
+        batches.append(slowest_per_sample(all_batches))
+        is_enough_now, ends_soak = context.ranks.decide(verdict)
+        if is_enough_now:
+            return seconds, tuple(map(len, batches)), soak_s
+        if ends_soak:
+            is_soak = False
+            soak_s = time.monotonic() - begin
+            begin += soak_s
+            seconds, batches = [], []
+            sampler.forget()
