@@ -15,8 +15,9 @@ from stepmark.operators.op_printing import missing_launches
 from stepmark.runs import op_run
 
 
-def case(backend: str, tokens: int) -> OpCase:
-    op = Custom(digest="0", arguments=f"tokens={tokens}", dtype=DType.BF16, bytes_moved=8)
+def case(backend: str, tokens: int, bytes_moved: int = 8) -> OpCase:
+    arguments = f"tokens={tokens}"
+    op = Custom(digest="0", arguments=arguments, dtype=DType.BF16, bytes_moved=bytes_moved)
     return OpCase(op=op, backend=backend)
 
 
@@ -59,6 +60,21 @@ def test_functions_that_different_clocks_timed_have_a_ratio_and_a_note(
         "tokens=1: eager by event-rotate/2, fused by graph-rotate/2: only a graph is without "
         "the host's launch overhead" in out
     )
+
+
+def test_functions_with_other_work_are_paired_by_their_arguments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One moves half of the bytes: as many for the second argument as the other for the first."""
+    records: list[Record] = [
+        measured(case(name, tokens, factor * tokens), time_s * tokens)
+        for name, factor, time_s in (("softmax", 16, 4e-3), ("sum", 8, 1e-3))
+        for tokens in (1, 2)
+    ]
+    op_run._compare_functions(records)
+    out = capsys.readouterr().out
+    assert out.count("4.000") == 3
+    assert "differs" not in out
 
 
 def test_launches_of_one_case_by_two_clocks_are_one_series() -> None:

@@ -20,6 +20,8 @@ from stepmark.operators import styles
 from stepmark.operators.op_options import options_class
 from stepmark.store.view import console, show_rows, view
 
+_OWN = ("backend", "flops", "bytes_moved", "memory_bytes")  # fields of a function
+
 
 def show(path: Path, values: Mapping[str, Any], code: int) -> int:
     """Show the run and write its files. Returns the exit code."""
@@ -56,10 +58,11 @@ def _of_functions(records: Sequence[Record]) -> list[Measured]:
 
 
 def _unnamed(series: Series) -> Series:
-    """Return the series without its function, which is the side's name."""
-    return replace(
-        series, fields={name: v for name, v in series.fields.items() if name != "backend"}
-    )
+    """Return the series without its function, which is the side's name, and what it returns.
+
+    Functions that do other work with equal arguments are compared, too.
+    """
+    return replace(series, fields={k: v for k, v in series.fields.items() if k not in _OWN})
 
 
 def clock_notes(records: Sequence[Record]) -> Iterator[str]:
