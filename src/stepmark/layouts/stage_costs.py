@@ -9,6 +9,7 @@ Stages of a pipeline then take (m - 1) x slowest + the sum of all / chunks (Nara
 arXiv:2104.04473, section 2.2), and what the slowest does once.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,8 +72,17 @@ class Estimator:
     def step_s(self, candidate: Candidate) -> float:
         """Return the estimated seconds of a step. Raises ConfigError."""
         stages = stages_of(candidate)
+        alone = without_data_ranks(candidate)
+
+        @functools.cache
+        def small(
+            layers: tuple[Layer, ...], again: bool, count: int, *, is_alone: bool
+        ) -> Seconds:
+            own = alone if is_alone else candidate
+            return self._unit(own, Counter(layers), again, count)
+
         device, host = (
-            self._costs(candidate, stages, part) for part in range(len(Seconds._fields))
+            _costs(candidate, stages, small, part) for part in range(len(Seconds._fields))
         )
         # A host issues while its device waits for other stages.
         busy_s = max(
@@ -80,50 +90,6 @@ class Estimator:
             for number, stage in enumerate(stages, 1)
         )
         return max(busy_s, self._composed(candidate, stages, device))
-
-    def _costs(
-        self, candidate: Candidate, stages: Sequence["Counter[Kind]"], part: int
-    ) -> StageCosts:
-        """Return the costs of the device or of its host."""
-        kinds = {kind for stage in stages for kind in stage}
-        # One with experts, if there are any, stands for the others of its stage.
-        layers_of_stages = {kind.layer for kind in kinds}
-        counts = candidate.job.model.layer_counts
-        own = [layer for layer in counts if layer in layers_of_stages]
-        main = max(own, key=lambda layer: layer.has_experts)
-        layers = [main] * _few_layers(candidate)
-        alone = without_data_ranks(candidate)
-        layer_s: dict[Kind, float] = {}
-        ends_s = 0.0
-        for again in sorted({kind.is_recomputed for kind in kinds}, reverse=True):
-            slope = self._slope(alone, Counter(layers), again, part)
-            for kind in own:
-                more = self._slope(alone, Counter([*layers, kind]), again, part)
-                layer_s[Kind(kind, again)] = more - slope
-            ends_s = slope - len(layers) * layer_s[Kind(main, again)]
-
-        # Once a step is what overlaps with layers that are not recomputed, if there are any.
-        def once_s(counts: "Counter[Layer]") -> float:
-            of_passes = ends_s + sum(
-                count * layer_s[Kind(kind, again)] for kind, count in counts.items()
-            )
-            return self._unit(candidate, counts, again, 1)[part] - of_passes
-
-        first = once_s(Counter(layers))
-        once_of_layer_s = {kind: once_s(Counter([*layers, kind])) - first for kind in own}
-        return StageCosts(
-            once_s=first - len(layers) * once_of_layer_s[main],
-            ends_s=ends_s,
-            once_of_layer_s=once_of_layer_s,
-            layer_s=layer_s,
-        )
-
-    def _slope(
-        self, candidate: Candidate, counts: Mapping[Layer, int], again: bool, part: int
-    ) -> float:
-        """Return the seconds of one more micro-batch of one stage."""
-        one, two = (self._unit(candidate, counts, again, count)[part] for count in (1, 2))
-        return two - one
 
     def _composed(
         self, candidate: Candidate, stages: Sequence["Counter[Kind]"], costs: StageCosts
@@ -176,6 +142,48 @@ class Estimator:
         if key not in self._units:
             self._units[key] = self._time_of(unit)
         return self._units[key]
+
+
+def _costs(
+    candidate: Candidate,
+    stages: Sequence["Counter[Kind]"],
+    small: Callable[..., Seconds],
+    part: int,
+) -> StageCosts:
+    """Return the costs of the device or of its host. small: a step with these layers."""
+    kinds = {kind for stage in stages for kind in stage}
+    # One with experts, if there are any, stands for the others of its stage.
+    layers_of_stages = {kind.layer for kind in kinds}
+    own = [layer for layer in candidate.job.model.layer_counts if layer in layers_of_stages]
+    main = max(own, key=lambda layer: layer.has_experts)
+    layers = (main,) * _few_layers(candidate)
+    layer_s: dict[Kind, float] = {}
+    ends_s = 0.0
+
+    def slope(layers: tuple[Layer, ...], again: bool) -> float:
+        """Return the seconds of one more micro-batch of one stage."""
+        one, two = (small(layers, again, count, is_alone=True)[part] for count in (1, 2))
+        return two - one
+
+    for again in sorted({kind.is_recomputed for kind in kinds}, reverse=True):
+        few_s = slope(layers, again)
+        for kind in own:
+            layer_s[Kind(kind, again)] = slope((*layers, kind), again) - few_s
+        ends_s = few_s - len(layers) * layer_s[Kind(main, again)]
+
+    # Once a step is what overlaps with layers that are not recomputed, if there are any.
+    def once_s(layers: tuple[Layer, ...]) -> float:
+        of_passes = ends_s + sum(layer_s[Kind(kind, again)] for kind in layers)
+        return small(layers, again, 1, is_alone=False)[part] - of_passes
+
+    first = once_s(layers)
+    once_of_layer_s = {kind: once_s((*layers, kind)) - first for kind in own}
+    return StageCosts(
+        once_s=first - len(layers) * once_of_layer_s[main],
+        ends_s=ends_s,
+        once_of_layer_s=once_of_layer_s,
+        layer_s=layer_s,
+    )
 
 
 def _few_layers(candidate: Candidate) -> int:

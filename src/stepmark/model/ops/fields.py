@@ -1,6 +1,7 @@
 """Declarations of operator fields: meaning, range and default."""
 
 import dataclasses
+import functools
 import types
 import typing
 from enum import StrEnum
@@ -100,11 +101,12 @@ def validate(op: Any) -> None:
     A plain value of an equivalent type (skew=1, phase="bwd") is converted to the declared type,
     so that equal operators compare equal in `case_id`, in sets and in match statements.
     """
-    for field in dataclasses.fields(op):
-        name = field.name.replace("_", "-")
+    for field, name in _declared(op.__class__):
         meta = field.metadata
-        value = _typed(name, field.type, getattr(op, field.name))
-        object.__setattr__(op, field.name, value)
+        value = getattr(op, field.name)
+        if type(value) is not field.type:
+            value = _typed(name, field.type, value)
+            object.__setattr__(op, field.name, value)
         if "low" in meta:
             for item in value if isinstance(value, tuple) else (value,):
                 if not meta["low"] <= item <= meta["high"]:  # NaN is outside every range
@@ -114,6 +116,12 @@ def validate(op: Any) -> None:
         allowed = meta.get("allowed")
         if allowed and value not in allowed:
             raise not_one_of(name, value, allowed)
+
+
+@functools.cache
+def _declared(cls: type) -> tuple[tuple[dataclasses.Field[Any], str], ...]:
+    """Return the fields of an operator with their names in messages."""
+    return tuple((field, field.name.replace("_", "-")) for field in dataclasses.fields(cls))
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
