@@ -258,7 +258,7 @@ def _notes(job: AnyJob, technique: Technique) -> tuple[str, ...]:
     if moe and technique.sharding:
         shards = technique.sharding.comms.groups["expert_fsdp"].size
         count = moe.num_experts // job.parallel.ep
-        padded = -(-count // shards) * shards
+        padded = Param(name="experts", shape=(count,)).padded(shards)
         if shards <= count < padded:
             notes.append(
                 f"{count} experts over {shards} shards: torch pads them to {padded}, so that "

@@ -28,6 +28,9 @@ from stepmark.workloads.architecture import AnyJob, Architecture, Ops, Unit, wei
 from stepmark.workloads.job import DUAL, Comms, Job, mesh_groups
 from stepmark.workloads.rules.pytorch.loss_chunks import in_chunks
 
+# Products whose output is summed over the ranks of tensor parallelism.
+SUMMED = ("attention.out", "mlp.down")
+
 
 def groups_of(job: AnyJob) -> dict[str, Group]:
     """Return groups by axis, as in training/model_parallel.py."""
@@ -275,9 +278,8 @@ class UnitBuilder:
         scatter = Collective.REDUCE_SCATTER
         pairs = {
             "attention.norm": self._pair(gather, size, "tp", "attention.norm"),
-            "attention.out": self._pair(scatter, size, "tp", "attention.out"),
             "mlp.norm": self._pair(gather, size, "tp", "mlp.norm"),
-            "mlp.down": self._pair(scatter, size, "tp", "mlp.down"),
+            **{role: self._pair(scatter, size, "tp", role) for role in SUMMED},
         }
         if axes.cp > 1:
             heads = model.num_kv_heads // axes.tp
