@@ -334,9 +334,11 @@ class UnitBuilder:
         is_narrow = leaf.is_linear and leaf.params[0].is_narrow
         if products is None or not is_narrow or products.scaling is not Scaling.TENSORWISE:
             return (), ()
-        is_row = leaf.role.endswith(("out", "down"))  # its input is divided
         weights = int(products.casts_weights)
-        counts = {Phase.FWD: weights + is_row, Phase.BWD: weights + (1 if is_row else 2)}
+        counts = {
+            Phase.FWD: weights + leaf.is_row,
+            Phase.BWD: weights + (1 if leaf.is_row else 2),
+        }
         fwd, bwd = (
             count
             * self.comms(
