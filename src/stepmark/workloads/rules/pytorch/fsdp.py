@@ -24,8 +24,7 @@ def sharding_of(job: AnyJob, settings: PyTorch) -> Sharding:
     """Return how weights, gradients and optimizer are sharded. Raises ConfigError."""
     groups = groups_of(job)
     shards = groups["fsdp"].size
-    default = "yes" if job.parallel.pp == 1 else "no"
-    reshard = _reshard(settings.reshard_after_forward or default, shards)
+    reshard = _reshard(settings.resharding(job.parallel.pp), shards)
     if reshard:
         groups |= _inner(job, groups, reshard)
     layers = -(-job.num_layers // job.parallel.pp)
