@@ -49,7 +49,6 @@ def sharding_of(job: AnyJob, settings: PyTorch) -> Sharding:
         reduced=settings.reduce_dtype,
         narrow=job.products.dtype if settings.fp8_all_gather and job.products else None,
         reshard=reshard,
-        prefetch=settings.prefetch,
         accumulates=(syncs_last and job.num_microbatches > 1) or job.parallel.pp > 1,
     )
 

@@ -46,7 +46,6 @@ class Sharding:
     reduced: DType
     narrow: DType | None = None
     reshard: int | None = 0
-    prefetch: int = 1
     accumulates: bool = False
 
 
