@@ -154,8 +154,13 @@ def holds(words: list[str], values: Values) -> bool | None:
     Tests of files count as if there were none.
     """
     closed = [*_closed(words)]
-    alternatives = (_holding(all, _parts(part, "&&"), values) for part in _parts(closed, "||"))
-    return _joint(any, alternatives)
+    return _joint(
+        any,
+        (
+            _joint(all, (_holds(test, values) for test in _parts(part, "&&")))
+            for part in _parts(closed, "||")
+        ),
+    )
 
 
 def _closed(words: list[str]) -> Iterator[str]:
@@ -164,12 +169,6 @@ def _closed(words: list[str]) -> Iterator[str]:
     for word in words:
         is_open = word == "[[" or (is_open and word != "]]")
         yield from ("]]", word, "[[") if is_open and word in ("&&", "||") else (word,)
-
-
-def _holding(
-    join: Callable[[Iterable[bool]], bool], tests: Iterable[list[str]], values: Values
-) -> bool | None:
-    return _joint(join, (_holds(test, values) for test in tests))
 
 
 def _joint(

@@ -259,15 +259,19 @@ def _check_columns(columns: Collection[str], given: Mapping[str, Any], varied: V
     missing = ", ".join(name for name, own in varied.items() if not own & {*columns})
     needed = f"a column {missing}, since the command has no single value of it"
     if unknown:
-        near = [word for name in unknown for word in nearest(name, known)]
-        rule = f"did you mean {' or '.join(near)}? It must be " if near else ""
-        rule += f"an option of this command, or one of {', '.join(MEASURED)}"
+        rule = _columns_rule([word for name in unknown for word in nearest(name, known)])
         rule += f"; also give {needed}" if missing else ""
         raise ConfigError("column", ", ".join(unknown), rule)
     if missing:
         raise ConfigError(missing, None, needed)
     if not {*columns} & {*MEASURED}:
         raise ConfigError("the measured time", None, f"a column {', '.join(MEASURED)}")
+
+
+def _columns_rule(near: Sequence[str]) -> str:
+    """Return what a column must be. near: the names that its own is like."""
+    rule = f"did you mean {' or '.join(near)}? It must be " if near else ""
+    return f"{rule}an option of this command, or one of {', '.join(MEASURED)}"
 
 
 def _class_of(given: Mapping[str, Any], cells: Mapping[str, str]) -> type[AnyOptions]:
@@ -289,9 +293,7 @@ def _inputs(given: Mapping[str, Any], cells: Mapping[str, str]) -> tuple[Inputs,
             continue
         if column not in by_column:
             near = nearest(column, [*MEASURED, *by_column])
-            rule = f"did you mean {near[0]}? It must be " if near else ""
-            rule += f"an option of this command, or one of {', '.join(MEASURED)}"
-            raise ConfigError("column", column, rule)
+            raise ConfigError("column", column, _columns_rule(near[:1]))
         option = by_column[column]
         value = _switch(column, text) if option.is_switch else text
         changed[option.name] = [value] if option.is_list else value

@@ -90,6 +90,11 @@ class Inputs:
         return self.case.num_ranks if self.case else self.workload.world_size
 
     @property
+    def is_on_cpu(self) -> bool:
+        """Return whether the step is one of CPUs; workload files are of GPUs."""
+        return self.case is not None and self.case.device == "cpu"
+
+    @property
     def peak_flops_per_s(self) -> float | None:
         """Return the peak of the step's products; that of bf16 for narrower ones."""
         if self.device is None:

@@ -336,8 +336,7 @@ def with_host_of_step(inputs: Inputs) -> Inputs:
 
 def _reaches_over_hosts(inputs: Inputs, issued: Iterable[Operation]) -> bool:
     """Return whether ranks of several hosts communicate by costs of one host."""
-    is_on_cpu = inputs.case is not None and inputs.case.device == "cpu"
-    if is_on_cpu or inputs.network is not None:
+    if inputs.is_on_cpu or inputs.network is not None:
         return False
     if any((curve.num_hosts or 0) > 1 or curve.num_ranks > IN_HOST for curve in inputs.curves):
         return False

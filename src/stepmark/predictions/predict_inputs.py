@@ -185,11 +185,10 @@ def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
         from stepmark.collectives.measured_curves import read_curves  # noqa: PLC0415 - formats
 
         curves = read_curves(options.curve, options.runs)
-    is_on_cpu = inputs.case is not None and inputs.case.device == "cpu"
     network = None
     names = [field.name for field in fields(NetworkChoice)]
     given = [name for name in names if getattr(options, name, None) is not None]
-    if inputs.device and inputs.num_ranks > 1 and not is_on_cpu:
+    if inputs.device and inputs.num_ranks > 1 and not inputs.is_on_cpu:
         known = (*curves, *inputs.curves)
         choice = with_hosts_of(known, inputs.num_ranks, options) if known else options
         network = network_of(inputs.device, inputs.num_ranks, choice)

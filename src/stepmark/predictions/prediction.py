@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from stepmark.cases.train_case import TrainCase
 from stepmark.cases.train_words import techniques
 from stepmark.ground.units import TFLOP
 from stepmark.model.kernel_groups import COMMUNICATION
@@ -19,7 +18,6 @@ from stepmark.predictions.step import Clock
 from stepmark.predictions.training_run import RUN_FIGURES, TrainingRun
 from stepmark.step.workload_stages import missing_pipeline
 from stepmark.step_memory import memory, workload_memory
-from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.tables.columns import Row
 from stepmark.timeline.ledger import (
     CONTENTION,
@@ -134,40 +132,33 @@ class Prediction:
         """The memory without what fits, which takes longer to find."""
         case = self.inputs.case
         if case is None:
-            return self._of_workload(self.device_bytes)
-        return None if case.device != "cuda" else self._of_case(case, self.device_bytes)
-
-    def _of_case(self, case: TrainCase, device_bytes: int | None) -> StepMemory:
-        allocated, reserved = memory.calibrated(case, self.inputs.memory)
-        stages = memory.stage_estimates(case)
-        estimated = StepMemory(
-            allocated_bytes=allocated,
-            reserved_bytes=reserved,
-            device_bytes=device_bytes,
-            stages=_rows_of(stages),
-        )
-        if device_bytes is None:
-            return estimated
-        verdict = memory.verdict(case, allocated, reserved, device_bytes)
-        return replace(estimated, verdict=verdict)
-
-    def _of_workload(self, device_bytes: int | None) -> StepMemory | None:
-        workload = self.inputs.workload
-        stages = workload_memory.memory_of(workload)
+            stages = workload_memory.memory_of(self.inputs.workload)
+        else:
+            stages = memory.stage_estimates(case) if case.device == "cuda" else ()
         if not stages:
             return None
-        estimated = StepMemory(
-            allocated_bytes=stages[0].allocated_bytes,
-            reserved_bytes=stages[0].reserved_bytes or None,
-            device_bytes=device_bytes,
-            stages=_rows_of(stages),
+        allocated, reserved = stages[0].allocated_bytes, stages[0].reserved_bytes
+        if case is not None:
+            allocated, reserved = memory.calibrated(case, self.inputs.memory)
+        fullest_first = sorted(stages, key=lambda each: -each.allocated_bytes)
+        return StepMemory(
+            allocated_bytes=allocated,
+            reserved_bytes=reserved or None,
+            device_bytes=self.device_bytes,
+            verdict=self._verdict(allocated, reserved),
+            stages=tuple({"stage": each.stage, **each.kinds} for each in fullest_first),
         )
-        if device_bytes is None:
-            return estimated
-        verdict = workload_memory.verdict(workload, device_bytes)
-        if verdict == memory.FITS and self.offload_share > 1:  # more than is estimated
-            verdict = memory.CLOSE
-        return replace(estimated, verdict=verdict)
+
+    def _verdict(self, allocated: int, reserved: int) -> str:
+        """Return whether the step fits into the device."""
+        if self.device_bytes is None:
+            return "unknown"
+        if self.inputs.case is not None:
+            return memory.verdict(self.inputs.case, allocated, reserved, self.device_bytes)
+        verdict = workload_memory.verdict(self.inputs.workload, self.device_bytes)
+        # More is needed than is estimated where copies to the host take longer than passes.
+        is_more = verdict == memory.FITS and self.offload_share > 1
+        return memory.CLOSE if is_more else verdict
 
     @cached_property
     def ledgers(self) -> tuple[Ledger, ...]:
@@ -267,11 +258,6 @@ class Prediction:
         if self.run is None or not tokens_per_s:
             return dict.fromkeys(RUN_FIGURES)
         return self.run.figures(tokens_per_s, self.inputs.num_ranks)
-
-
-def _rows_of(stages: Iterable[RankMemory]) -> tuple[Mapping[str, int], ...]:
-    fullest_first = sorted(stages, key=lambda each: -each.allocated_bytes)
-    return tuple({"stage": each.stage, **each.kinds} for each in fullest_first)
 
 
 def shares_pct(ledger: Ledger) -> dict[str, float]:

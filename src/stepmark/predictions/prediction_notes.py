@@ -188,7 +188,6 @@ def _use_notes(inputs: Inputs, sources: Mapping[Source, float]) -> Iterator[Note
     if not inputs.host_is_known:
         text = "the host's time is not known: it counts as ahead of the device"
         yield Note.of(Topic.HOST, text)
-    is_on_gpu = inputs.case is None or inputs.case.device == "cuda"
-    if inputs.power is None and is_on_gpu and not inputs.times_of_file:
+    if inputs.power is None and not inputs.is_on_cpu and not inputs.times_of_file:
         text = "power was not calibrated: the clock counts as not limited by power"
         yield Note.of(Topic.ORIGIN, text)

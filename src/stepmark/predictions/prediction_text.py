@@ -69,8 +69,7 @@ def lines(
 
 def answer(prediction: Prediction, document: Mapping[str, Any]) -> str:
     """Return the step, the rate of a rank, whether it fits, and what bounds it."""
-    case = prediction.inputs.case
-    rank = "rank" if case and case.device == "cpu" else "GPU"
+    rank = "rank" if prediction.inputs.is_on_cpu else "GPU"
     least, most = ("at least ", "at most ") if document["is_lower_bound"] else ("", "")
     where = f"{document['num_ranks']} x {document['device']}"
     step = f"predicted step {least}{format_time(document['step_s'])}"

@@ -135,9 +135,8 @@ def _differences(errors: tuple[SheetError, ...]) -> Sequence[Sequence[float]]:
 def interval_of(prediction: Prediction) -> tuple[Interval | None, list[str]]:
     """Return the interval of a prediction by data sheet, and notes on it."""
     inputs = prediction.inputs
-    is_on_gpu = inputs.case is None or inputs.case.device == "cuda"
     is_by_sheet = set(prediction.sources) <= {Source.SHEET, Source.RULE}
-    if not (inputs.device and is_on_gpu and is_by_sheet) or prediction.is_lower_bound:
+    if inputs.is_on_cpu or not (inputs.device and is_by_sheet) or prediction.is_lower_bound:
         return None, []
     errors: Sequence[SheetError] = read_errors()
     traits: Traits = ()

@@ -129,10 +129,6 @@ class Busy(NamedTuple):
     slow: bool
 
     @property
-    def times(self) -> Mapping[Kind, float]:
-        return self.segment.times(self.first, self.last, slow=self.slow)
-
-    @property
     def pieces(self) -> Iterator[tuple[int, float]]:
         return self.segment.pieces(self.first, self.last, slow=self.slow)
 

@@ -132,6 +132,11 @@ class Module:
         return tuple(op for op in self.work if op.phase is not Phase.FWD)
 
     @property
+    def is_row(self) -> bool:
+        """Whether it is a product whose input tensor parallelism divides."""
+        return self.role.endswith(("out", "down"))
+
+    @property
     def all_params(self) -> tuple[Param, ...]:
         """Parameters of this module and of those inside, in the order of registration."""
         inside = in_registered_order(self.name, self.inside, self.registered)

@@ -16,12 +16,12 @@ from stepmark.workloads.rules.pytorch.fsdp_order import (
     FsdpOrder,
     ParamGroup,
     group_params,
+    reshard_ranks,
 )
 
 # streams
 _GATHER = 1
 _REDUCE = 2
-_RESHARD = {"yes": 0, "no": None}  # ranks to reshard over, as ParamGroup has it
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +158,7 @@ def _group_weights(case: TrainCase, units: list[FsdpUnit]) -> FsdpGroups[Weight]
         ],
         embedding=table,
         output=output and [x for x in output if x not in (table or ())],
-        reshard=int(case.reshard) if case.reshard.isdecimal() else _RESHARD[case.reshard],
+        reshard=reshard_ranks(case.reshard),
         prefetch=case.prefetch,
         blocks_per_group=size,
         root_has_ends=case.model.tied_embeddings and len(ends) == 2,

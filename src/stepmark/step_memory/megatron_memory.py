@@ -158,7 +158,6 @@ def _offloaded(
 
 def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer, which stay from step to step."""
-    settings = plan.settings
     of_weight = plan.job.dtype.itemsize
     of_state = adam_states.state_bytes(plan)
     weights = states = grads = 0
@@ -168,11 +167,9 @@ def _state_bytes(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict
         weights += of_weight * numel + _narrow_copies(plan, params)
         for bucket in gradients.buckets(plan, params, split=False):
             grads += plan.gradient_dtype.itemsize * bucket.padded
-            ranks = 1
-            if settings.use_distributed_optimizer:
-                ranks = plan.size("intra_expt_dp" if bucket.expert else "intra_dp_cp")
-            states += of_state * cpu_offload.device_count(plan, bucket.padded // ranks)
-    if settings.optimizer.is_muon:
+            own = gradients.own_count(plan, bucket)
+            states += of_state * cpu_offload.device_count(plan, own)
+    if plan.settings.optimizer.is_muon:
         all_params = [param for chunk in chunks for param in layers.params_of(chunk)]
         states = _muon_states(plan, all_params, of_state - _MOMENTS * _FP32)
     return {"weights_bytes": weights, "gradients_bytes": grads, "optimizer_bytes": states}

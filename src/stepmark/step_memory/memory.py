@@ -115,17 +115,14 @@ def _errors(case: TrainCase) -> tuple[float, float]:
     return _ERRORS if is_measured else _ERRORS_NOT_MEASURED
 
 
-def largest_mbs(
-    case: TrainCase, device_bytes: int, measured: Sequence[tuple[TrainCase, int, int]] = ()
-) -> int:
+def largest_mbs(case: TrainCase, device_bytes: int) -> int:
     """Return the largest micro-batch that fits by verdict; 0 if not even one sequence does."""
-
     parts = case.num_microbatches
 
     def fits(mbs: int) -> bool:
         # A pipeline's microbatches are rounded up, so that several mbs are one case.
         other = replace(case, mbs=-(-mbs // parts) * parts)
-        return verdict(other, *calibrated(other, measured), device_bytes) == FITS
+        return verdict(other, *calibrated(other), device_bytes) == FITS
 
     low = 0
     high = 1

@@ -47,7 +47,7 @@ def case_of(job: Job, settings: PyTorch) -> TrainCase:
         recompute=settings.recompute,
         recompute_blocks=(settings.recompute_some, settings.recompute_every),
         reduce_dtype=DType.BF16 if settings.compress_bf16 else settings.reduce_dtype,
-        reshard=settings.reshard_after_forward or ("yes" if axes.pp == 1 else "no"),
+        reshard=settings.resharding(axes.pp),
         prefetch=settings.prefetch,
         blocks_per_group=settings.blocks_per_group,
         embedding_in_backward=settings.embedding_in_backward,

@@ -13,9 +13,9 @@ from stepmark.cases.training import DataParallel, Fp8, Precision
 from stepmark.step.module import Module, Param
 from stepmark.step_memory.allocator import Block
 from stepmark.workloads.rules.pytorch.fsdp_order import ParamGroup
+from stepmark.workloads.rules.pytorch.units import SUMMED
 
 FP32 = 4
-_SUMMED = frozenset(("attention.out", "mlp.down"))
 _STORED_ITEMSIZE = {
     Precision.AMP: FP32,
     Precision.MASTER: 2,
@@ -178,7 +178,7 @@ class UnitBuilder:
                 keeps=tuple(filter(None, tensors)),
                 input_grad=size * width,
                 output=size * output,
-                is_summed=module.role in _SUMMED,
+                is_summed=module.role in SUMMED,
                 is_norm=param is not None and param.is_norm,
                 is_residual=module.role.endswith("residual"),
             )

@@ -21,7 +21,7 @@ from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.megatron.settings import Granularity
 
 Memories = tuple[RankMemory, ...]
-Known = tuple[Job, Any]  # a job and the settings of its framework
+Changed = tuple[Job, Any]  # a job and the settings of its framework
 
 # CUDA context, kernels and NCCL's buffers, which no allocator of torch counts: an assumption.
 OUTSIDE_BYTES = 2 * GIB
@@ -36,16 +36,17 @@ def memory_of(workload: Workload) -> Memories:
     ConfigError for settings of another version.
     """
     known = known_job(workload)
-    return () if known is None else of_job(_module(workload), *known)
+    return () if known is None else of_job(*known)
 
 
-def known_job(workload: Workload) -> Known | None:
-    """Return the job and the settings of a workload; None where its memory is not derived."""
+def known_job(workload: Workload) -> tuple[str, Job, Any] | None:
+    """Return rules, job and settings of a workload; None where its memory is not derived."""
     rule = RULES.get(workload.rules)
-    if rule is None or _module(workload) not in _SETTINGS:
+    module = rule.module.partition(".")[0] if rule else ""
+    if rule is None or module not in _SETTINGS:
         return None
     known = rule.job_of(workload)
-    return None if known is None or _is_unknown(_module(workload), known[1]) else known
+    return None if known is None or _is_unknown(module, known[1]) else (module, *known)
 
 
 def _is_unknown(module: str, settings: Any) -> bool:
@@ -53,10 +54,6 @@ def _is_unknown(module: str, settings: Any) -> bool:
     if module == "pytorch":
         return settings.lora_rank is not None
     return module == "deepspeed" and (settings.is_offloaded or settings.has_host_weights)
-
-
-def _module(workload: Workload) -> str:
-    return RULES[workload.rules].module.partition(".")[0]
 
 
 @lru_cache(maxsize=64)  # changes that fit are looked for among few
@@ -71,7 +68,7 @@ def verdict(workload: Workload, device_bytes: int) -> Verdict:
     """Return whether the fullest rank fits on a device; close: into its last 8 %."""
     known = known_job(workload)
     assert known is not None
-    return verdict_of_job(_module(workload), *known, device_bytes)
+    return verdict_of_job(*known, device_bytes)
 
 
 def verdict_of_job(module: str, job: Job, settings: Any, device_bytes: int) -> Verdict:
@@ -97,12 +94,11 @@ def what_fits(workload: Workload, device_bytes: int) -> str:
     """
     known = known_job(workload)
     assert known is not None
-    module = _module(workload)
-    steps = [*_changes(module, *known)]
+    steps = [*_changes(*known)]
     alone = [(each,) for each in steps]
     together = [tuple(steps[:count]) for count in range(2, len(steps) + 1)]
     for chosen in (*alone, *together):
-        job, settings = known
+        module, job, settings = known
         try:
             for change in chosen:
                 job, settings = change.apply(job, settings)
@@ -143,7 +139,7 @@ class _Change:
         value = self._value.value if isinstance(self._value, Enum) else self._value
         return word if value is True else f"{word} {value}"
 
-    def apply(self, job: Job, settings: Any) -> Known:
+    def apply(self, job: Job, settings: Any) -> Changed:
         """Return job and settings with the change. Raises ConfigError."""
         if self.name == "mbs":
             return replace(job, mbs=self._value, gbs=job.global_batch), settings

@@ -24,7 +24,7 @@ from stepmark.traces.kineto.program import RankProgram, program, step_windows
 from stepmark.traces.trace_files import TraceSet, map_traces, rank_of
 from stepmark.traces.trace_options import ConvertOptions, ToWorkloadOptions, TraceInputs
 from stepmark.workloads import file_times, workload_files
-from stepmark.workloads.formats.ranks import disagreements, group_of, name_of, stages_of
+from stepmark.workloads.formats.ranks import checked, group_of, name_of, stages_of
 
 _NO_NAME = ("", "undefined", "default_pg")
 _TIMES = (
@@ -137,23 +137,23 @@ def _workload(
     notes.append(_TIMES.format(ranks_text(set(slowest))))
     stages, blocks = stages_of(ranks, begun if starts else None)
     info = traces.results[0].info
-    workload = Workload(
-        name=name,
-        rules="trace",
-        source=", ".join(["torch.profiler", *map(" ".join, info.versions)]),
-        world_size=world,
-        settings={
-            "step": programs[first].step,
-            "devices": ", ".join(sorted(set(info.devices or ()))),
-            **_durations(programs, slowest),
-        },
-        groups=groups,
-        blocks=blocks,
-        stages=stages,
-        notes=tuple(notes),
+    return checked(
+        Workload(
+            name=name,
+            rules="trace",
+            source=", ".join(["torch.profiler", *map(" ".join, info.versions)]),
+            world_size=world,
+            settings={
+                "step": programs[first].step,
+                "devices": ", ".join(sorted(set(info.devices or ()))),
+                **_durations(programs, slowest),
+            },
+            groups=groups,
+            blocks=blocks,
+            stages=stages,
+            notes=tuple(notes),
+        )
     )
-    workload.check()
-    return replace(workload, notes=workload.notes + disagreements(workload))
 
 
 def _durations(programs: Mapping[int, RankProgram], slowest: Sequence[int]) -> dict[str, float]:

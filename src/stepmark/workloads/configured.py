@@ -11,7 +11,7 @@ from stepmark.cases.train_case import NARROW
 from stepmark.framework_files.architecture import NAMES, widths_of
 from stepmark.framework_files.table import Options, Translation
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.options import build, exact
+from stepmark.ground.options import build, dashed, exact
 from stepmark.ground.options import options as declared
 from stepmark.model.model import ModelConfig
 from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
@@ -110,17 +110,17 @@ def model_of(path: str, tp: int) -> ModelConfig:
 
 def _check_flags(options: GenerateOptions, file: Translation) -> None:
     """Raise ConfigError for a flag that the file needs, or that it cannot be with."""
-    for name, (key, value) in file.requested.items():
-        if getattr(options, name) is None:
-            allowed = f"left to a trainer: give --{name.replace('_', '-')}"
-            raise ConfigError(f"{options.config}: {key}", value, allowed)
-    for name, (key, value) in file.needed.items():
-        if getattr(options, name) is None:
-            allowed = f"with --{name.replace('_', '-')}, which the file does not say"
-            raise ConfigError(f"{options.config}: {key}", value, allowed)
+    for origins, rule in (
+        (file.requested, "left to a trainer: give --{}"),
+        (file.needed, "with --{}, which the file does not say"),
+    ):
+        for name, (key, value) in origins.items():
+            if getattr(options, name) is None:
+                allowed = rule.format(dashed(name))
+                raise ConfigError(f"{options.config}: {key}", value, allowed)
     if not file.fixed or getattr(options, file.freed_by, None) is not None:
         return
-    flag = f"--{file.freed_by.replace('_', '-')}"
+    flag = f"--{dashed(file.freed_by)}"
     for name, own in file.fixed.items():
         given = getattr(options, name)
         if given is not None and str(given) != own:
@@ -207,8 +207,7 @@ def options_of(workload: Workload, framework: str) -> tuple[Options, Options]:
     options["world_size"] = str(workload.world_size)
     if job.parallel.pp > 1 and "pp_microbatches" in own:
         options["pp_microbatches"] = str(settings.pp_microbatches or job.num_microbatches)
-    defaults = dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard"), "1")
-    defaults["dtype"] = "bf16"
+    defaults = dict.fromkeys(_AXES, "1") | {"dtype": "bf16"}
     if job.products is not None and "fp8_format" not in base.fields():
         options["precision"] = _precision_of(job.products)
     by_default = base.resolved(base.make(), job.parallel)

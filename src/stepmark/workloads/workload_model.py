@@ -195,18 +195,14 @@ def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelC
             allowed = "a --model, a --model-size, or --num-layers, --hidden-size and "
             raise ConfigError(dashed(name), "missing", allowed + "--num-attention-heads")
     kind: Kind = "gpt" if framework == "megatron" else "llama"
-    if all(getattr(options, name) is not None for name in _SHAPES):
-        return _built("custom", options, kind, _widths(options), notes)
-    like = {
-        "gpt": "as GPT (layernorm, gelu unless --swiglu, tied, learned positions)",
-        "llama": "as Llama (rmsnorm, swiglu, untied, rotary positions)",
-    }[kind]
-    notes.append(f"a model of given widths is built {like}")
-    return _built("custom", options, kind, _widths(options), notes)
-
-
-def _widths(options: GenerateOptions) -> dict[str, int]:
-    return {name: getattr(options, name) for name in _WIDTHS}
+    if any(getattr(options, name) is None for name in _SHAPES):
+        like = {
+            "gpt": "as GPT (layernorm, gelu unless --swiglu, tied, learned positions)",
+            "llama": "as Llama (rmsnorm, swiglu, untied, rotary positions)",
+        }[kind]
+        notes.append(f"a model of given widths is built {like}")
+    widths = {name: getattr(options, name) for name in _WIDTHS}
+    return _built("custom", options, kind, widths, notes)
 
 
 def _from_preset(size: Preset, options: GenerateOptions, notes: list[str]) -> ModelConfig:

@@ -1,6 +1,5 @@
 """stepmark workload show: tables and figures of a workload, or its distinct cases."""
 
-import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ from stepmark.model.collectives import (
     trimmed_count,
 )
 from stepmark.model.ops import FAMILY_OF, Attention, Bmm, Gemm, GroupedGemm, Op
-from stepmark.step.workload import CommOp, ComputeOp, Workload, pass_of
+from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.store.commands import command_of, command_of_op
 from stepmark.store.view import print_text
 from stepmark.tables import export
@@ -34,7 +33,7 @@ from stepmark.workloads.rules import RULES
 from stepmark.workloads.workload_files import StageFlag, stage_of
 from stepmark.workloads.workload_options import Rows
 from stepmark.workloads.workload_page import page
-from stepmark.workloads.workload_tables import SETUP, ranges
+from stepmark.workloads.workload_tables import communication, ranges
 
 # Sizes among a framework's settings that are set by flags of the layout.
 _AXES = (
@@ -130,7 +129,12 @@ def messages(workload: Workload, collectives: Iterable[str] = ()) -> list[Messag
     """
     names = set(collectives)
     by_case: dict[CommCase, Message] = {}
-    for stage, when, operation, calls in _communication(workload):
+    counted = (
+        (stage, *each)
+        for stage in range(len(workload.stages))
+        for each in communication(workload, stage)
+    )
+    for stage, when, operation, calls in counted:
         case = case_of(operation, workload.groups[operation.group].size)
         if case is None or (names and case.collective not in names):
             continue
@@ -243,14 +247,6 @@ def operator_rows(workload: Workload) -> list[Row]:
         }
         rows.append(row)
     return rows
-
-
-def _communication(workload: Workload) -> Iterable[tuple[int, str, CommOp, int]]:
-    """Yield (stage, pass, collective, calls) of the setup and the step of each stage."""
-    for stage, is_setup in itertools.product(range(len(workload.stages)), (True, False)):
-        for operation, calls in workload.tally(stage, setup=is_setup).items():
-            if isinstance(operation, CommOp):
-                yield stage, SETUP if is_setup else pass_of(operation), operation, calls
 
 
 def is_trimmed(case: CommCase) -> bool:

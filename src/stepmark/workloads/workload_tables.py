@@ -294,7 +294,7 @@ def _stage_sums(workload: Workload) -> list[_StageSums]:
 def collective_rows(workload: Workload, stage: int) -> list[Row]:
     """Return one row per pass, collective, type, group and size."""
     groups: dict[tuple[int, str, str, int, str, str, str], _Messages] = {}
-    for when, operation, calls in _communication(workload, stage):
+    for when, operation, calls in communication(workload, stage):
         group = workload.groups[operation.group]
         key = (
             *(PASSES.index(when), operation.collective, operation.group),
@@ -311,7 +311,7 @@ def collective_rows(workload: Workload, stage: int) -> list[Row]:
 def histogram(workload: Workload, stage: int) -> Histogram:
     """Return the messages of a step of one rank, without setup."""
     tallies: dict[MessageKind, Tally] = {}
-    for when, operation, calls in _communication(workload, stage):
+    for when, operation, calls in communication(workload, stage):
         if when == SETUP:
             continue
         group = workload.groups[operation.group]
@@ -392,7 +392,8 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
-def _communication(workload: Workload, stage: int) -> Iterable[tuple[str, CommOp, int]]:
+def communication(workload: Workload, stage: int) -> Iterable[tuple[str, CommOp, int]]:
+    """Yield (pass, collective, calls) of the setup and the step of a stage."""
     for operation, calls in workload.tally(stage, setup=True).items():
         if isinstance(operation, CommOp):
             yield SETUP, operation, calls

@@ -63,7 +63,7 @@ from stepmark.workloads.formats.ranks import (
     Instances,
     Issued,
     check_rank,
-    disagreements,
+    checked,
     first_rank,
     group_of,
     name_of,
@@ -136,18 +136,18 @@ def read(path: Path) -> Workload:
         reader = Reader(file.name, world, rank, ranks_by_group, used_groups, names)
         programs.append(reader.operations(ordered))
     stages, blocks = stages_of(programs)
-    workload = Workload(
-        name=str(metadata.get("workload") or paths[0].name.rsplit(".", 2)[0]),
-        rules="chakra",
-        source="mlcommons/chakra, execution trace",
-        world_size=world,
-        groups=used_groups,
-        blocks=blocks,
-        stages=stages,
-        notes=(_CALLERS.format(callers, world),) if callers else (),
+    return checked(
+        Workload(
+            name=str(metadata.get("workload") or paths[0].name.rsplit(".", 2)[0]),
+            rules="chakra",
+            source="mlcommons/chakra, execution trace",
+            world_size=world,
+            groups=used_groups,
+            blocks=blocks,
+            stages=stages,
+            notes=(_CALLERS.format(callers, world),) if callers else (),
+        )
     )
-    workload.check()
-    return replace(workload, notes=workload.notes + disagreements(workload))
 
 
 def _named_groups(metadata: Mapping[str, Value]) -> dict[str, Group]:
@@ -281,8 +281,7 @@ class Reader:
             raise ConfigError(f"{where}: comm_type", number, f"from 0 to {max(COLLECTIVE_OF)}")
         kind = Collective(COLLECTIVE_OF[number])
         group = self._group(str(node.values.get("pg_name", "")), where)
-        gathers = kind in (Collective.ALL_GATHER, Collective.GATHER)
-        parts = 1 if gathers else num_parts(kind, self._used_groups[group].size)
+        parts = 1 if kind in _GATHERED else num_parts(kind, self._used_groups[group].size)
         redop = str(node.values.get("redop", RedOp.NONE))
         return CommOp(
             collective=str(kind),

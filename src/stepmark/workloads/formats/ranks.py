@@ -208,6 +208,12 @@ def stages_of(
     return tuple(stages), blocks
 
 
+def checked(workload: Workload) -> Workload:
+    """Return a workload that was read, with a note where ranks disagree. Raise ConfigError."""
+    workload.check()
+    return replace(workload, notes=workload.notes + disagreements(workload))
+
+
 _Call = tuple[str, int | None, int]  # collective, distance of the peer, bytes
 
 

@@ -14,7 +14,6 @@ tensor; times are nanoseconds.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import FACTS, Collective, RedOp, num_parts
@@ -223,8 +222,7 @@ _SUFFIX_OF = {group: suffix for suffix, group in SUFFIXES.items()}
 _PASS_GROUPS = {"tp_group": "", "ep_group": "_EP"}
 _GRADIENTS = {"dp_group": "", "ep_dp_group": "_DP_EP"}
 _CARRIED = {**_PASS_GROUPS, **_GRADIENTS}
-_STEP_LABELS = {"": "dp", "_DP_EP": "dp_ep"}
-_LABELS = {"": "tp", "_EP": "ep"}
+_LABELS = {"tp_group": "tp", "ep_group": "ep", "dp_group": "dp", "ep_dp_group": "dp_ep"}
 
 
 class Messages:
@@ -252,12 +250,8 @@ class Messages:
 
     def label(self, op: CommOp) -> str:
         """Return SimAI's group of a message, else our own."""
-        if op.collective in (SEND, RECV):
-            return op.group
-        for kind, names in ((self.in_pass, _LABELS), (self.of_step, _STEP_LABELS)):
-            if (comm := kind(op)) is not None:
-                return names[comm.partition("_")[1] + comm.partition("_")[2]]
-        return op.group
+        is_typed = (self.in_pass(op) or self.of_step(op)) is not None
+        return _LABELS[self._names[op.group]] if is_typed else op.group
 
     def num_bytes(self, op: CommOp) -> int:
         return op.message_bytes(self._groups[op.group])

@@ -17,12 +17,13 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Bmm, EmbeddingBag, Gemm, Layout, Optimizer, Phase
-from stepmark.step.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload
+from stepmark.step.kernel_choice import memory_kernel
+from stepmark.step.workload import CommOp, ComputeOp, Group, Item, Stage, Workload
 from stepmark.workloads.job import setting
 from stepmark.workloads.rules.pytorch.ddp import assign_buckets
+from stepmark.workloads.rules.pytorch.settings import DEFAULT_BUCKETS
 
 SOURCE = "facebookresearch/dlrm 0eb05fd: extend_distributed.py, dlrm_s_pytorch.py"
-_BUCKETS = (2**20, 25 * 2**20)  # bytes of torch's first bucket, and of the others
 _MAX_WIDTH = 2**24
 _MAX_SIZE = 2**40
 
@@ -112,7 +113,7 @@ def _step(settings: Dlrm, world_size: int, local_tables: int) -> list[Item]:
     several = world_size > 1
     return [
         *_bags(settings, local_tables, Phase.FWD),
-        *_exchange(settings, world_size, Phase.FWD, "exchange", "bags"),
+        *_exchange(settings, world_size, local_tables, Phase.FWD, "exchange", "bags"),
         *bottom.forward(),
         *_interaction(settings, samples, Phase.FWD, ("exchange",) if several else ()),
         *top.forward(),
@@ -120,7 +121,7 @@ def _step(settings: Dlrm, world_size: int, local_tables: int) -> list[Item]:
         _kernel("loss", Phase.BWD, 3 * samples, settings.dtype),
         *top.backward(first=False, reduced=several),
         *_interaction(settings, samples, Phase.BWD, ()),
-        *_exchange(settings, world_size, Phase.BWD, "returned", "split"),
+        *_exchange(settings, world_size, local_tables, Phase.BWD, "returned", "split"),
         *bottom.backward(first=True, reduced=several),
         *_bags(settings, local_tables, Phase.BWD, ("returned",) if several else ()),
         *_update(settings, local_tables, reduced=several),
@@ -183,7 +184,9 @@ class _Mlp:
             for index, (k, n) in reversed(list(enumerate(self.layers)))
             for elements in (n, n * k)
         ]
-        buckets = assign_buckets([size for _, size in sizes], self.dtype.itemsize, _BUCKETS)
+        buckets = assign_buckets(
+            [size for _, size in sizes], self.dtype.itemsize, DEFAULT_BUCKETS
+        )
         return {
             sizes[bucket[-1]][0]: sum(sizes[index][1] for index in bucket) for bucket in buckets
         }
@@ -218,15 +221,14 @@ def _bags(settings: Dlrm, tables: int, phase: Phase, after: tuple[str, ...] = ()
 
 
 def _exchange(
-    settings: Dlrm, world_size: int, phase: Phase, name: str, after: str
+    settings: Dlrm, world_size: int, tables: int, phase: Phase, name: str, after: str
 ) -> list[CommOp]:
     """Return the exchange of own tables' rows for all samples by all tables' for own samples.
 
-    Where tables are uneven the rank with most of them has the largest buffer.
+    tables: of the rank with most, which has the largest buffer.
     """
     if world_size == 1:
         return []
-    tables = -(-len(settings.tables) // world_size)
     elements = tables * settings.mini_batch_size * settings.arch_sparse_feature_size
     even = len(settings.tables) % world_size == 0
     exchange = CommOp(
@@ -274,5 +276,5 @@ def _update(settings: Dlrm, tables: int, *, reduced: bool) -> list[Item]:
 def _kernel(module: str, phase: Phase, elements: int, dtype: DType) -> ComputeOp:
     """Return an elementwise kernel that reads or writes so many elements."""
     name = module.rpartition(".")[2]
-    op = Kernel(name=name, flops=0, bytes_moved=elements * dtype.itemsize)
+    op = memory_kernel(name, elements * dtype.itemsize)
     return ComputeOp(op=op, phase=phase, module=module)

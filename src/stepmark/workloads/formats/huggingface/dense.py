@@ -15,13 +15,14 @@ from stepmark.workloads.formats.huggingface.shared_fields import (
     decoder,
     every,
     gated,
+    head_norms,
     multipliers,
     read_activation,
     read_ropes,
     read_types,
     read_windows,
+    windowed,
     with_defaults,
-    with_windows,
 )
 
 
@@ -42,37 +43,27 @@ def apertus(keys: Keys) -> Fields:
 
 
 def mistral(keys: Keys, window: int | None = 4096) -> Fields:
-    fields = gated(keys, kv_heads=8)
-    return with_windows(fields, read_windows(keys, fields["num_layers"], always, window))
+    return windowed(keys, gated(keys, kv_heads=8), always, window)
 
 
-def ministral(keys: Keys) -> Fields:
-    return mistral(keys, window=None)
-
-
-def qwen_windows(keys: Keys, count: int) -> list[int]:
+def qwen_windows(keys: Keys, fields: Fields) -> Fields:
+    """Return layers with a window from max_window_layers on, where one is used."""
     if not keys.flag("use_sliding_window"):
-        read_types(keys, count)
+        read_types(keys, fields["num_layers"])
         if not keys.raw.get("sliding_window"):
             keys.absent.pop("use_sliding_window", None)  # which has nothing to switch off
-        return [0] * count
+        return fields
     first = keys.count("max_window_layers", default=28)
-    return read_windows(keys, count, lambda index: index >= first, 4096)
+    return windowed(keys, fields, lambda index: index >= first, 4096)
 
 
 def qwen2(keys: Keys) -> Fields:
-    fields = gated(keys, kv_heads=32) | {"qkv_bias": True}
-    return with_windows(fields, qwen_windows(keys, fields["num_layers"]))
-
-
-def mimo(keys: Keys) -> Fields:
-    """Return Xiaomi's first MiMo, whose blocks are Qwen2's."""
-    return qwen2(keys)
+    return qwen_windows(keys, gated(keys, kv_heads=32) | {"qkv_bias": True})
 
 
 def qwen3(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=32, head_dim=128) | attention_bias(keys) | {"qk_norm": True}
-    return with_windows(fields, qwen_windows(keys, fields["num_layers"]))
+    return qwen_windows(keys, fields)
 
 
 def glm(keys: Keys, *, both: bool = False) -> Fields:
@@ -82,11 +73,11 @@ def glm(keys: Keys, *, both: bool = False) -> Fields:
     return fields | {"qkv_bias": bias, "norm_placement": "both" if both else "pre"}
 
 
-def gemma(keys: Keys) -> Fields:
-    activation = read_activation(
-        keys, "hidden_act", "hidden_activation", default="gelu_pytorch_tanh"
-    )
-    fields = decoder(keys, head_dim=256, tied=True) | attention_bias(keys)
+def gemma(keys: Keys, *names: str, **defaults: Any) -> Fields:
+    """Return the fields of all Gemmas. names: of the activation; none: the first Gemma's."""
+    names = names or ("hidden_act", "hidden_activation")
+    activation = read_activation(keys, *names, default="gelu_pytorch_tanh")
+    fields = decoder(keys, head_dim=256, tied=True, **defaults) | attention_bias(keys)
     return fields | {
         "activation": activation,
         "embedding_multiplier": fields["hidden_size"] ** 0.5,
@@ -105,14 +96,8 @@ def _gemma_heads(keys: Keys, fields: Fields) -> Fields:
 
 def gemma2(keys: Keys) -> Fields:
     keys = with_defaults(keys, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
-    activation = read_activation(keys, "hidden_activation", default="gelu_pytorch_tanh")
-    fields = decoder(keys, head_dim=256, tied=True, kv_heads=4) | attention_bias(keys)
-    fields |= {
-        "activation": activation,
-        "embedding_multiplier": fields["hidden_size"] ** 0.5,
-    }
-    windows = read_windows(keys, fields["num_layers"], lambda index: index % 2 == 0, 4096)
-    return _gemma_heads(keys, with_windows(fields, windows))
+    fields = gemma(keys, "hidden_activation", kv_heads=4)
+    return _gemma_heads(keys, windowed(keys, fields, lambda index: index % 2 == 0, 4096))
 
 
 def vaultgemma(keys: Keys) -> Fields:
@@ -121,18 +106,9 @@ def vaultgemma(keys: Keys) -> Fields:
 
 
 def gemma3(keys: Keys) -> Fields:
-    activation = read_activation(keys, "hidden_activation", default="gelu_pytorch_tanh")
-    fields = decoder(keys, head_dim=256, tied=True, kv_heads=4, vocab=262_208) | attention_bias(
-        keys
-    )
-    fields |= {
-        "activation": activation,
-        "embedding_multiplier": fields["hidden_size"] ** 0.5,
-        "qk_norm": True,
-    }
+    fields = gemma(keys, "hidden_activation", kv_heads=4, vocab=262_208) | {"qk_norm": True}
     step = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    windows = read_windows(keys, fields["num_layers"], every(step), 4096)
-    return _gemma_heads(keys, with_windows(fields, windows))
+    return _gemma_heads(keys, windowed(keys, fields, every(step), 4096))
 
 
 def olmo(keys: Keys) -> Fields:
@@ -145,13 +121,11 @@ def olmo2(keys: Keys) -> Fields:
 
 
 def olmo3(keys: Keys) -> Fields:
-    fields = olmo2(keys)
-    return with_windows(fields, read_windows(keys, fields["num_layers"], every(4), 4096))
+    return windowed(keys, olmo2(keys), every(4), 4096)
 
 
 def phi3(keys: Keys) -> Fields:
-    fields = gated(keys)
-    return with_windows(fields, read_windows(keys, fields["num_layers"], always, None))
+    return windowed(keys, gated(keys), always, None)
 
 
 def hyperclovax(keys: Keys) -> Fields:
@@ -162,8 +136,7 @@ def hyperclovax(keys: Keys) -> Fields:
 def cwm(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=8, head_dim=128) | all_biases(keys)
     step = keys.size("window_pattern", default=4)
-    windows = read_windows(keys, fields["num_layers"], lambda index: index % step > 0, 8192)
-    return with_windows(fields, windows)
+    return windowed(keys, fields, lambda index: index % step > 0, 8192)
 
 
 def granite(keys: Keys) -> Fields:
@@ -208,7 +181,7 @@ def starcoder2(keys: Keys) -> Fields:
         "norm": "layernorm",
         "linear_bias": keys.flag("use_bias", True),
     }
-    return with_windows(fields, read_windows(keys, fields["num_layers"], always, None))
+    return windowed(keys, fields, always, None)
 
 
 def ernie(keys: Keys) -> Fields:
@@ -217,17 +190,15 @@ def ernie(keys: Keys) -> Fields:
 
 
 def cohere(keys: Keys) -> Fields:
-    has_norm = keys.flag("use_qk_norm")
     return (
-        gated(keys, tied=True)
+        head_norms(keys, "use_qk_norm", "layernorm_each")
+        | gated(keys, tied=True)
         | attention_bias(keys)
         | {
             "norm": "layernorm_no_bias",
             "norm_placement": "shared",
             "is_parallel": True,
             "logit_multiplier": keys.number("logit_scale", default=0.0625),
-            "qk_norm": has_norm,
-            "qk_norm_kind": "layernorm_each" if has_norm else "head",
         }
     )
 
@@ -242,15 +213,17 @@ def cohere2(keys: Keys) -> Fields:
 
 def stablelm(keys: Keys) -> Fields:
     is_parallel = keys.flag("use_parallel_residual")
-    has_norm = keys.flag("qk_layernorm")
-    return gated(keys, rotary=0.25) | {
-        "norm": "layernorm",
-        "norm_placement": "shared" if is_parallel else "pre",
-        "is_parallel": is_parallel,
-        "qkv_bias": keys.flag("use_qkv_bias"),
-        "qk_norm": has_norm,
-        "qk_norm_kind": "layernorm_each" if has_norm else "head",
-    }
+    normed = head_norms(keys, "qk_layernorm", "layernorm_each")
+    return (
+        gated(keys, rotary=0.25)
+        | normed
+        | {
+            "norm": "layernorm",
+            "norm_placement": "shared" if is_parallel else "pre",
+            "is_parallel": is_parallel,
+            "qkv_bias": keys.flag("use_qkv_bias"),
+        }
+    )
 
 
 def exaone4(keys: Keys) -> Fields:

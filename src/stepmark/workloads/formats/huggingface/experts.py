@@ -16,31 +16,32 @@ from stepmark.workloads.formats.huggingface.keys import Keys, cycle
 from stepmark.workloads.formats.huggingface.shared_fields import (
     DEFAULT_SEQ_LEN,
     Fields,
+    all_experts,
     always,
     attention_bias,
     decoder,
     deepseek_experts,
     every,
     gated,
+    head_norms,
     multipliers,
     placed_experts,
     read_activation,
     read_ropes,
     read_types,
     read_windows,
-    with_windows,
+    require,
+    windowed,
 )
 
 
 def mixtral(keys: Keys) -> Fields:
-    fields = gated(keys, kv_heads=8)
-    moe = MoeConfig(
+    fields = all_experts(
+        gated(keys, kv_heads=8),
         num_experts=keys.size("num_local_experts", default=8),
         top_k=keys.size("num_experts_per_tok", default=2),
-        ffn_hidden_size=fields["ffn_hidden_size"],
     )
-    windows = read_windows(keys, fields["num_layers"], always, None)
-    return with_windows(fields, windows) | {"moe": moe, "ffn_hidden_size": 0}
+    return windowed(keys, fields, always, None)
 
 
 def qwen_experts(keys: Keys, fields: Fields, defaults: Fields, **more: Any) -> Fields:
@@ -63,7 +64,7 @@ def qwen_experts(keys: Keys, fields: Fields, defaults: Fields, **more: Any) -> F
 
 def qwen3_moe(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=4, ffn=6144) | attention_bias(keys) | {"qk_norm": True}
-    fields = with_windows(fields, qwen_windows(keys, fields["num_layers"]))
+    fields = qwen_windows(keys, fields)
     return qwen_experts(keys, fields, {"experts": 128, "top_k": 8, "width": 768})
 
 
@@ -84,8 +85,7 @@ def shared_gated(keys: Keys, width: int) -> Fields:
 
 def qwen2_moe(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=16, ffn=5632)
-    fields |= {"qkv_bias": keys.flag("qkv_bias", True)}
-    fields = with_windows(fields, qwen_windows(keys, fields["num_layers"]))
+    fields = qwen_windows(keys, fields | {"qkv_bias": keys.flag("qkv_bias", True)})
     defaults = {"experts": 60, "top_k": 4, "width": 1408}
     return qwen_experts(keys, fields, defaults, **shared_gated(keys, 5632))
 
@@ -176,24 +176,21 @@ def exaone_moe(keys: Keys) -> Fields:
 
 def dots1(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=32) | attention_bias(keys) | {"qk_norm": True}
-    windows = read_windows(keys, fields["num_layers"], lambda index: False, 4096)
+    fields = windowed(keys, fields, lambda index: False, 4096)
     defaults = {"shared": None, "experts": None, "top_k": None, "dense": 0}
-    return deepseek_experts(keys, with_windows(fields, windows), sigmoid=True, **defaults)
+    return deepseek_experts(keys, fields, sigmoid=True, **defaults)
 
 
 def gpt_oss(keys: Keys) -> Fields:
     fields = decoder(keys, kv_heads=8, head_dim=64)
     keys.text("hidden_act", default="silu")
-    windows = read_windows(keys, fields["num_layers"], lambda index: index % 2 == 0, 128)
-    moe = MoeConfig(
+    fields = all_experts(
+        windowed(keys, fields, lambda index: index % 2 == 0, 128),
         num_experts=keys.size("num_local_experts", default=128),
         top_k=keys.size("num_experts_per_tok", "experts_per_token", default=4),
-        ffn_hidden_size=fields["ffn_hidden_size"],
     )
     keys.read |= {"swiglu_limit", "swiglu_alpha"}
-    return with_windows(fields, windows) | {
-        "moe": moe,
-        "ffn_hidden_size": 0,
+    return fields | {
         "activation": "clamped_swiglu",
         "attention_bias": keys.flag("attention_bias", True),
         "biases": ("experts", "router"),
@@ -236,10 +233,8 @@ def llama4(keys: Keys) -> Fields:
 
 def afmoe(keys: Keys) -> Fields:
     """Return Arcee's Trinity, whose layers without a window have no rotary positions."""
-    if keys.flag(
-        "attention_bias"
-    ):  # the gate, which is in one product with q, k and v, has none
-        raise keys.error("attention_bias", "false")
+    # The gate, which is in one product with q, k and v, has none.
+    require(keys, attention_bias=False)
     fields = gated(keys, head_dim=128, ffn=6144)
     count = fields["num_layers"]
     step = keys.size("global_attn_every_n_layers", default=4)
@@ -269,13 +264,12 @@ def afmoe(keys: Keys) -> Fields:
 
 def olmoe(keys: Keys, width: int = 2048) -> Fields:
     fields = gated(keys, ffn=width) | attention_bias(keys)
-    moe = MoeConfig(
+    fields = all_experts(
+        fields,
         num_experts=keys.size("num_experts", default=64),
         top_k=keys.size("num_experts_per_tok", default=8),
-        ffn_hidden_size=fields["ffn_hidden_size"],
     )
-    more = {"qk_norm": True, "qk_norm_kind": "all", "moe": moe, "ffn_hidden_size": 0}
-    return fields | more
+    return fields | {"qk_norm": True, "qk_norm_kind": "all"}
 
 
 def flex_olmo(keys: Keys) -> Fields:
@@ -286,15 +280,9 @@ def phimoe(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=8, ffn=6400) | attention_bias(keys)
     if keys.size("num_experts_per_tok", default=2) != 2:
         raise keys.error("num_experts_per_tok", "2: the router takes two whatever it says")
-    moe = MoeConfig(
-        num_experts=keys.size("num_local_experts", default=16),
-        top_k=2,
-        ffn_hidden_size=fields["ffn_hidden_size"],
-    )
-    windows = read_windows(keys, fields["num_layers"], always, None)
-    return with_windows(fields, windows) | {
-        "moe": moe,
-        "ffn_hidden_size": 0,
+    num_experts = keys.size("num_local_experts", default=16)
+    fields = all_experts(fields, num_experts=num_experts, top_k=2)
+    return windowed(keys, fields, always, None) | {
         "norm": "layernorm",
         "biases": ("head",) if keys.flag("lm_head_bias") else (),
     }
@@ -303,35 +291,35 @@ def phimoe(keys: Keys) -> Fields:
 def granitemoe(keys: Keys, *, shared: bool = False) -> Fields:
     fields = gated(keys) | attention_bias(keys) | multipliers(keys)
     width = keys.count("shared_intermediate_size", default=0) if shared else 0
-    moe = MoeConfig(
+    return all_experts(
+        fields,
         num_experts=keys.size("num_local_experts", default=8),
         top_k=keys.size("num_experts_per_tok", default=2),
-        ffn_hidden_size=fields["ffn_hidden_size"],
         num_shared_experts=min(1, width),
         shared_ffn_hidden_size=width,
     )
-    return fields | {"moe": moe, "ffn_hidden_size": 0}
 
 
 def minimax_m2(keys: Keys) -> Fields:
     fields = gated(keys, kv_heads=8, head_dim=128)
     width = keys.size("rotary_dim", default=None)
-    moe = MoeConfig(
+    fields = all_experts(
+        fields,
         num_experts=keys.size("num_local_experts", "num_experts", default=256),
         top_k=keys.size("num_experts_per_tok", default=8),
-        ffn_hidden_size=fields["ffn_hidden_size"],
         router_bias=True,
         scoring="sigmoid",
     )
-    has_norm = keys.flag("use_qk_norm", True)
     keys.read.add("use_routing_bias")  # transformers has the bias in any case
-    return fields | {
-        "moe": moe,
-        "ffn_hidden_size": 0,
-        "qk_norm": has_norm,
-        "qk_norm_kind": "all" if has_norm else "head",
-        "rotary_dim": width if width and width < fields["head_dim"] else fields["rotary_dim"],
-    }
+    return (
+        fields
+        | head_norms(keys, "use_qk_norm", "all", default=True)
+        | {
+            "rotary_dim": width
+            if width and width < fields["head_dim"]
+            else fields["rotary_dim"],
+        }
+    )
 
 
 def ernie_moe(keys: Keys) -> Fields:
@@ -371,12 +359,10 @@ def hunyuan(keys: Keys, *, with_experts: bool = False) -> Fields:
         top_k = top_k[0]
     if isinstance(top_k, bool) or not isinstance(top_k, int):
         raise keys.error("moe_topk", "a whole number")
-    width = fields["ffn_hidden_size"]
-    moe = MoeConfig(
+    return all_experts(
+        fields,
         num_experts=keys.size("num_experts", default=1),
         top_k=top_k,
-        ffn_hidden_size=width,
         num_shared_experts=1,
-        shared_ffn_hidden_size=width,
+        shared_ffn_hidden_size=fields["ffn_hidden_size"],
     )
-    return fields | {"moe": moe, "ffn_hidden_size": 0}

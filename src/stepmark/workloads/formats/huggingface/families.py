@@ -10,8 +10,8 @@ from stepmark.workloads.formats.huggingface.shared_fields import Fields
 FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "llama": dense.llama,
     "mistral": dense.mistral,
-    "ministral": dense.ministral,
-    "ministral3": dense.ministral,
+    "ministral": partial(dense.mistral, window=None),
+    "ministral3": partial(dense.mistral, window=None),
     "mixtral": experts.mixtral,
     "qwen2": dense.qwen2,
     "qwen3": dense.qwen3,
@@ -22,7 +22,7 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "qwen3_vl_moe_text": experts.qwen3_vl_moe,
     "qwen3_5_text": hybrid.qwen3_5,
     "qwen3_5_moe_text": hybrid.qwen3_5_moe,
-    "mimo": dense.mimo,
+    "mimo": dense.qwen2,  # Xiaomi's first
     "mimo_v2_flash": sliding.mimo_v2_flash,
     "deepseek_v2": partial(experts.deepseek, sigmoid=False),
     "deepseek_v3": partial(experts.deepseek, sigmoid=True),

@@ -17,6 +17,7 @@ from stepmark.workloads.formats.huggingface.keys import Keys, cycle
 from stepmark.workloads.formats.huggingface.shared_fields import (
     Fields,
     all_biases,
+    all_experts,
     attention_bias,
     decoder,
     deepseek_routing,
@@ -262,9 +263,8 @@ def minimax(keys: Keys) -> Fields:
     layers = [
         Layer(mixer="attention" if full else "lightning", has_rope=full) for full in is_full
     ]
-    moe = MoeConfig(
+    return all_experts(
+        fields | {"pattern": cycle(layers)},
         num_experts=keys.size("num_local_experts", default=8),
         top_k=keys.size("num_experts_per_tok", default=2),
-        ffn_hidden_size=fields["ffn_hidden_size"],
     )
-    return fields | {"moe": moe, "ffn_hidden_size": 0, "pattern": cycle(layers)}

@@ -9,7 +9,9 @@ from stepmark.workloads.formats.huggingface.shared_fields import (
     DEFAULT_SEQ_LEN,
     Fields,
     decoder,
+    head_norms,
     read_activation,
+    require,
 )
 
 _Names = tuple[str, ...]
@@ -110,10 +112,7 @@ def opt(keys: Keys) -> Fields:
     hidden = fields["hidden_size"]
     if keys.size("word_embed_proj_dim", default=None) not in (None, hidden):
         raise keys.error("word_embed_proj_dim", f"hidden_size ({hidden})")
-    if not keys.flag("do_layer_norm_before", True):
-        raise keys.error("do_layer_norm_before", "true")
-    if keys.flag("_remove_final_layer_norm"):
-        raise keys.error("_remove_final_layer_norm", "false")
+    require(keys, do_layer_norm_before=True, _remove_final_layer_norm=False)
     has_weight = keys.flag("layer_norm_elementwise_affine", True)
     return fields | {
         "ffn_hidden_size": keys.size("ffn_dim", default=3072),
@@ -155,16 +154,10 @@ def falcon(keys: Keys) -> Fields:
     }
 
 
-def _layer_norms(keys: Keys, *, default: bool) -> Fields:
-    """Return norms of queries and keys, over a head, with biases."""
-    has_norm = keys.flag("qk_layernorm", default)
-    return {"qk_norm": has_norm, "qk_norm_kind": "layernorm" if has_norm else "head"}
-
-
 def persimmon(keys: Keys) -> Fields:
     return (
         decoder(keys, rotary=0.5)
-        | _layer_norms(keys, default=True)
+        | head_norms(keys, "qk_layernorm", "layernorm", default=True)
         | {
             "activation": read_activation(keys, gated=False, default="relu2"),
             "norm": "layernorm",
@@ -174,7 +167,7 @@ def persimmon(keys: Keys) -> Fields:
 
 
 def phi(keys: Keys) -> Fields:
-    fields = decoder(keys, rotary=0.5) | _layer_norms(keys, default=False)
+    fields = decoder(keys, rotary=0.5) | head_norms(keys, "qk_layernorm", "layernorm")
     return fields | {
         "activation": read_activation(keys, gated=False, default="gelu_new"),
         "norm": "layernorm",

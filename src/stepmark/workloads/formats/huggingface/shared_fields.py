@@ -143,8 +143,29 @@ def always(index: int) -> bool:
     return True
 
 
-def with_windows(fields: Fields, windows: Sequence[int], **of_layer: Any) -> Fields:
-    return fields | {"pattern": cycle(Layer(window=size, **of_layer) for size in windows)}
+def windowed(keys: Keys, fields: Fields, default: Callable[[int], bool], window: Any) -> Fields:
+    """Return layers with the windows of read_windows."""
+    windows = read_windows(keys, fields["num_layers"], default, window)
+    return fields | {"pattern": cycle(Layer(window=size) for size in windows)}
+
+
+def head_norms(keys: Keys, name: str, kind: str, *, default: bool = False) -> Fields:
+    """Return norms of queries and keys of this kind, which a flag switches on."""
+    has_norm = keys.flag(name, default)
+    return {"qk_norm": has_norm, "qk_norm_kind": kind if has_norm else "head"}
+
+
+def all_experts(fields: Fields, **moe: Any) -> Fields:
+    """Return experts in place of each FFN, each as wide as a file says of that."""
+    width = fields["ffn_hidden_size"]
+    return fields | {"moe": MoeConfig(ffn_hidden_size=width, **moe), "ffn_hidden_size": 0}
+
+
+def require(keys: Keys, **flags: bool) -> None:
+    """Raise ConfigError for a flag that is not as the family has it."""
+    for name, must in flags.items():
+        if keys.flag(name, must) is not must:
+            raise keys.error(name, str(must).lower())
 
 
 def placed_experts(fields: Fields, moe: MoeConfig, is_dense: Sequence[bool]) -> Fields:

@@ -19,6 +19,7 @@ from stepmark.workloads.formats.huggingface.shared_fields import (
     read_activation,
     read_types,
     read_windows,
+    require,
     rotary_dim,
     with_defaults,
 )
@@ -93,12 +94,7 @@ def step3p5(keys: Keys) -> Fields:
 
     transformers ties tables by a key outside of the decoder's, the Hub's code by one inside.
     """
-    for name, must in (
-        ("use_head_wise_attn_gate", True),
-        ("use_bidirectional_attention", False),
-    ):
-        if keys.flag(name, must) is not must:
-            raise keys.error(name, str(must).lower())
+    require(keys, use_head_wise_attn_gate=True, use_bidirectional_attention=False)
     count = keys.size("num_hidden_layers")
     keys = _without_mtp(keys, count)
     kv_heads = keys.size("num_key_value_heads", "num_attention_groups", default=8)
@@ -260,12 +256,7 @@ def _check_sliding_heads(keys: Keys, fields: Fields, v_width: int) -> None:
     ):
         if keys.size(name, default=must) != must:
             raise keys.error(name, str(must))
-    for name, is_there in (
-        ("add_swa_attention_sink_bias", True),
-        ("add_full_attention_sink_bias", False),
-    ):
-        if keys.flag(name, is_there) is not is_there:
-            raise keys.error(name, str(is_there).lower())
+    require(keys, add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False)
 
 
 def _types_of_numbers(keys: Keys, count: int) -> list[str]:

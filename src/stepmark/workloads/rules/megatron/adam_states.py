@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.ops import Phase
+from stepmark.model.ops import Optimizer, Phase
 from stepmark.step.kernel_choice import memory_kernel
 from stepmark.step.workload import ComputeOp
 from stepmark.workloads.rules.megatron.narrow import Fp8Format, Fp8Recipe
@@ -91,6 +91,12 @@ def _narrow(plan: "Plan") -> Iterator[StateDtype]:
 def temporary_bytes(plan: "Plan") -> int:
     """Return the bytes of a parameter's states in fp32, which an update has besides them."""
     return _FP32 * len(list(_narrow(plan)))
+
+
+def adam(count: int, module: str) -> ComputeOp:
+    """Return Adam's step over so many parameters with states in fp32."""
+    op = Optimizer(num_params=count, kind="adamw", dtype=DType.FP32)
+    return ComputeOp(op=op, phase=Phase.OPTIM, module=module)
 
 
 def update_kernels(plan: "Plan", count: int, module: str) -> Iterator[ComputeOp]:

@@ -10,7 +10,7 @@ moe_layer.py, tensor_parallel/random.py. Compared with a run of megatron-core
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -175,24 +175,33 @@ class Library:
         name = f"{kind.name}.forward"
         if not any(group.copied for group in sends):
             return name
-        key = (name, sends)
-        if key not in self._offloaded:
-            operations = forward(with_sends(self.steps[kind], sends))
-            self._offloaded[key] = self.add(f"{name}.offload{len(self._offloaded)}", operations)
-        return self._offloaded[key]
+        return self._offload(name, sends, lambda: forward(with_sends(self.steps[kind], sends)))
 
     def backward_of(self, kind: Kind, reloads: Reloads) -> str:
         """Return the block of a layer backward, with these copies to the device."""
         name = f"{kind.name}.backward"
         if all(reload.is_idle for reload in reloads):
             return name
-        key = (name, reloads)
-        if key not in self._offloaded:
-            steps = self.steps[kind]
-            recomputed = selected(self.plan, [step.module for step in steps])
+        steps = self.steps[kind]
+
+        def operations() -> tuple[Operation, ...]:
             copied = (*with_reloads(steps, self.groups[kind], reloads),)
-            operations = backward(copied, recomputed)
-            self._offloaded[key] = self.add(f"{name}.offload{len(self._offloaded)}", operations)
+            return backward(copied, selected(self.plan, [step.module for step in steps]))
+
+        return self._offload(name, reloads, operations)
+
+    def _offload(
+        self,
+        name: str,
+        copies: Sends | Reloads,
+        operations: Callable[[], tuple[Operation, ...]],
+    ) -> str:
+        """Return the block of these operations, which are made once."""
+        key = (name, copies)
+        if key not in self._offloaded:
+            self._offloaded[key] = self.add(
+                f"{name}.offload{len(self._offloaded)}", operations()
+            )
         return self._offloaded[key]
 
     def runs(self, segments: Iterable[Segment]) -> Block:

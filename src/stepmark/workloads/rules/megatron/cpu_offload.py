@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.ops import Optimizer, Phase
+from stepmark.model.ops import Phase
 from stepmark.step.host_memory import host_adam, host_copy
 from stepmark.step.kernel_choice import memory_kernel
 from stepmark.step.workload import ComputeOp
 from stepmark.workloads.pipeline import wait
+from stepmark.workloads.rules.megatron.adam_states import adam
 from stepmark.workloads.rules.megatron.settings import Megatron, StateDtype
 
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ def update(plan: "Plan", count: int, module: str) -> Iterator[ComputeOp]:
         yield kernel("gradient_cast", count * (gradient + _FP32))
     yield copy("d2h")
     if on_device:
-        adam = Optimizer(num_params=on_device, kind="adamw", dtype=DType.FP32)
-        yield ComputeOp(op=adam, phase=Phase.OPTIM, module=module)
+        yield adam(on_device, module)
         yield kernel("parameter_copy", on_device * (_FP32 + weight))
     yield host_adam(module)
     yield copy("h2d")

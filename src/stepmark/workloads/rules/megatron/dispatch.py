@@ -17,8 +17,9 @@ from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective
 from stepmark.model.layers import MoeConfig
 from stepmark.model.ops import Phase
+from stepmark.step.kernel_choice import memory_kernel
 from stepmark.step.layout import QUANTIZE
-from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation
+from stepmark.step.workload import CommOp, ComputeOp, Operation
 from stepmark.workloads.job import DUAL
 from stepmark.workloads.rules.megatron.deepep import SCALED, Hops
 from stepmark.workloads.rules.megatron.plan import Plan
@@ -144,8 +145,8 @@ class Exchange:
         return self.send(kind, self.plan.expert_rows * width * self.plan.etp, "etp", dtype)
 
     def permute(self, rows: int, forward: str = "permute", backward: str = "unpermute") -> Pair:
-        """Return kernels that reorder rows."""
-        num_bytes = 2 * rows * self.plan.routed_width * self.plan.job.dtype.itemsize
+        """Return kernels that reorder rows. rows: those read and those written."""
+        num_bytes = rows * self.plan.routed_width * self.plan.job.dtype.itemsize
         return (
             self.kernel(forward, num_bytes, Phase.FWD),
             self.kernel(backward, num_bytes, Phase.BWD),
@@ -153,14 +154,16 @@ class Exchange:
 
     def kernel(self, name: str, num_bytes: int, phase: Phase) -> tuple[ComputeOp, ...]:
         """Return a kernel that moves so many bytes."""
-        op = Kernel(name=name, flops=0, bytes_moved=num_bytes)
+        op = memory_kernel(name, num_bytes)
         return (ComputeOp(op=op, phase=phase, module=self.module, layer=0, microbatch=0),)
 
     def by_expert(self) -> Pair:
         """Return sort_chunks_by_idxs, or a transpose if experts are padded to capacity."""
         if moe_of(self.plan).num_experts == self.plan.size("ep"):
             return (), ()
-        return self.permute(self.plan.expert_rows * self.plan.etp, "sort_chunks", "sort_chunks")
+        return self.permute(
+            2 * self.plan.expert_rows * self.plan.etp, "sort_chunks", "sort_chunks"
+        )
 
 
 def _asynchronous(ops: Iterable[Operation], name: str) -> tuple[Operation, ...]:
@@ -230,7 +233,7 @@ def dispatch(plan: Plan, exchange: Exchange) -> tuple[Pair, Parts]:
     counts = moe_of(plan).num_experts * plan.size("tp_ep")
     count_exchange = exchange.send(gather, counts, "tp_ep", DType.INT64)[0]
     parts = Parts(
-        before=(exchange.permute(plan.sent_rows),),
+        before=(exchange.permute(2 * plan.sent_rows),),
         sent=(exchange.ep(hidden), exchange.ep(1, probs)),
         after=(
             exchange.etp(gather, hidden),
@@ -252,7 +255,7 @@ def combine(plan: Plan, exchange: Exchange) -> Parts:
             exchange.etp(Collective.REDUCE_SCATTER, hidden, plan.probs_dtype),
         ),
         sent=(exchange.ep(hidden),),
-        after=(exchange.permute(plan.sent_rows, "unpermute", "permute"),),
+        after=(exchange.permute(2 * plan.sent_rows, "unpermute", "permute"),),
     )
 
 
@@ -318,11 +321,7 @@ def _casts(
 def _by_token(plan: Plan, hops: Hops, exchange: Exchange, forward: str, backward: str) -> Pair:
     """Return kernels between received rows, one a token, and those of experts."""
     rows = hops.received(plan.own_tokens) + plan.expert_rows * plan.etp
-    num_bytes = rows * plan.routed_width * plan.job.dtype.itemsize
-    return (
-        exchange.kernel(forward, num_bytes, Phase.FWD),
-        exchange.kernel(backward, num_bytes, Phase.BWD),
-    )
+    return exchange.permute(rows, forward, backward)
 
 
 def all_gather(plan: Plan) -> tuple[Step, Step]:
@@ -333,7 +332,7 @@ def all_gather(plan: Plan) -> tuple[Step, Step]:
     probs = plan.probs_dtype
     experts = moe_of(plan).num_experts
     rows = plan.own_tokens * plan.size("tp_ep")
-    local = plan.expert_rows * plan.etp
+    local = 2 * plan.expert_rows * plan.etp
     gather = Collective.ALL_GATHER
     dispatch = to_experts.step(
         (to_experts.send(gather, rows * experts, "tp_ep", DType.UINT8)[0], ()),

@@ -20,7 +20,7 @@ from typing import Any
 from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.layers import Layer
-from stepmark.model.ops import Optimizer, Phase
+from stepmark.model.ops import Phase
 from stepmark.step.kernel_choice import memory_kernel
 from stepmark.step.module import Module
 from stepmark.step.module import Param as ModuleParam
@@ -63,10 +63,6 @@ class Bucket:
     padded: int
     expert: bool
     is_fp8: bool = False  # gathered in FP8
-
-    @property
-    def count(self) -> int:
-        return sum(param.count for param in self.params)
 
     @property
     def narrow_counts(self) -> tuple[int, ...]:
@@ -133,7 +129,7 @@ def _split(leaf: Module, param: ModuleParam) -> int | None:
     """Return the dimension of a weight that tp divides (partition_dim of its layer)."""
     if param.is_partial:
         return None
-    return 1 if leaf.role.endswith(("out", "down")) else 0
+    return 1 if leaf.is_row else 0
 
 
 def mtp_params(plan: Plan, layer: tuple[Param, ...]) -> tuple[Param, ...]:
@@ -251,7 +247,7 @@ def _cut(plan: Plan, params: list[Param], split: bool, expert: bool) -> Iterator
         limit = settings.ddp_bucket_size or max(40_000_000, 1_000_000 * plan.size("dp_cp"))
     divisor = 1
     if sharded:
-        ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
+        ranks = plan.size(_owners(expert))
         busbw = 2**16 if settings.ddp_pad_buckets_for_high_nccl_busbw else 1
         divisor = math.lcm(ranks, 128, busbw)
     begin = place = 0
@@ -286,14 +282,11 @@ def reduce(plan: Plan, bucket: Bucket, *, overlapped: bool) -> tuple[CommOp, ...
     """Return one bucket's reduction; several optimizer instances need a second sum."""
     redop = RedOp.AVG if plan.settings.ddp_average_in_collective else RedOp.SUM
     stream, name = (stream_of(bucket),) * 2 if overlapped else (COMPUTE, "")
-    dense = "dp_cp"
-    experts = "expt_dp"
+    group = "expt_dp" if bucket.expert else "dp_cp"
     kind = Collective.ALL_REDUCE
     if plan.settings.use_distributed_optimizer:
-        dense = "intra_dp_cp"
-        experts = "intra_expt_dp"
+        group = _owners(bucket.expert)
         kind = Collective.REDUCE_SCATTER
-    group = experts if bucket.expert else dense
     of: dict[str, Any] = {
         "phase": Phase.BWD,
         "module": "gradients",
@@ -311,11 +304,10 @@ def reduce(plan: Plan, bucket: Bucket, *, overlapped: bool) -> tuple[CommOp, ...
 
 def gather(plan: Plan, bucket: Bucket, *, name: str = "") -> tuple[CommOp, ...]:
     """Return one bucket's gather of parameters. name: of an asynchronous gather."""
-    group = "intra_expt_dp" if bucket.expert else "intra_dp_cp"
     return plan.comms(
         Collective.ALL_GATHER,
         bucket.padded,
-        group,
+        _owners(bucket.expert),
         Phase.FWD if name else Phase.OPTIM,
         "parameters",
         DType.UINT8 if bucket.is_fp8 else None,
@@ -436,7 +428,14 @@ def update(plan: Plan, stage: StageParams) -> list[Item]:
         norm_groups = ["intra_dist_opt" for _ in kinds]
     ops: list[Item] = []
     scalar = scalar_sum(plan)
-    counts = {expert: _updated_count(plan, stage, expert=expert) for expert in kinds}
+    buckets_of = {
+        expert: [bucket for bucket in stage.all_buckets if bucket.expert is expert]
+        for expert in kinds
+    }
+    counts = {
+        expert: sum(own_count(plan, bucket) for bucket in own)
+        for expert, own in buckets_of.items()
+    }
     total = sum(counts.values())
     gradient_size = plan.gradient_dtype.itemsize
     # FusedAdam and the host's optimizer read gradients of any type.
@@ -453,9 +452,7 @@ def update(plan: Plan, stage: StageParams) -> list[Item]:
     for group in dict.fromkeys(norm_groups):
         ops += scalar(group=group, module="gradient_norm")
     gathers = sharded and not plan.settings.overlap_param_gather
-    for expert in kinds:
-        own = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
-        group = "intra_expt_dp" if expert else "intra_dp_cp"
+    for expert, own in buckets_of.items():
         count = counts[expert]
         if own:
             module = "optimizer.experts" if expert else "optimizer"
@@ -464,31 +461,34 @@ def update(plan: Plan, stage: StageParams) -> list[Item]:
             elif plan.settings.use_precision_aware_optimizer:
                 ops += adam_states.update_kernels(plan, max(1, count), module)
             else:
-                ops.append(
-                    ComputeOp(
-                        op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
-                        phase=Phase.OPTIM,
-                        module=module,
-                    )
-                )
-            size = plan.job.dtype.itemsize
-            if size < _FP32 and not is_fused:  # the fp32 weights are copied to the model's
-                ops += over_parameters("parameter_copy", count, _FP32 + size, module)
+                ops.append(adam_states.adam(max(1, count), module))
+            if not is_fused:
+                ops += model_copy(plan, count, module)
             narrow_counts = [size for bucket in own for size in bucket.narrow_counts]
-            ops += narrow.weight_casts(plan, narrow_counts, group)
+            ops += narrow.weight_casts(plan, narrow_counts, _owners(expert))
         # Each optimizer gathers all buckets of the chunks, including the other's.
         for bucket in stage.all_buckets if gathers else ():
             ops += gather(plan, bucket)
     return ops
 
 
-def _updated_count(plan: Plan, stage: StageParams, *, expert: bool) -> int:
-    """Return the parameters of a kind that this rank updates, in fp32."""
-    own = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
-    if not plan.settings.use_distributed_optimizer:
-        return sum(bucket.count for bucket in own)
-    ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
-    return sum(bucket.padded for bucket in own) // ranks
+def own_count(plan: Plan, bucket: Bucket) -> int:
+    """Return the parameters of a bucket that this rank updates, in fp32."""
+    sharded = plan.settings.use_distributed_optimizer
+    return bucket.padded // (plan.size(_owners(bucket.expert)) if sharded else 1)
+
+
+def _owners(expert: bool) -> str:
+    """Return the group over which the distributed optimizer divides parameters."""
+    return "intra_expt_dp" if expert else "intra_dp_cp"
+
+
+def model_copy(plan: Plan, count: int, module: str) -> tuple[ComputeOp, ...]:
+    """Return the copy of updated fp32 weights to the model's."""
+    size = plan.job.dtype.itemsize
+    if size == _FP32:
+        return ()
+    return over_parameters("parameter_copy", count, _FP32 + size, module)
 
 
 def over_parameters(

@@ -30,6 +30,7 @@ from stepmark.step.kernel_choice import CORE, memory_kernel
 from stepmark.step.layout import is_cast
 from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation
+from stepmark.workloads.job import DUAL
 from stepmark.workloads.rules.megatron import lora, narrow, userbuffers
 from stepmark.workloads.rules.megatron.context_parallel import core
 from stepmark.workloads.rules.megatron.dispatch import (
@@ -69,14 +70,10 @@ def _in_order(plan: Plan, layer: Layer, parts: Mapping[str, Module]) -> Iterator
         elif not leaf.is_linear or leaf.params[0].is_partial:
             yield of_leaf(leaf)
         else:
-            is_column = not role.endswith(_ROWS)
-            yield (column if is_column else row)(plan, leaf, hidden)
-            yield from lora.adapters(plan, parts, role, is_column=is_column)
+            yield (row if leaf.is_row else column)(plan, leaf, hidden)
+            yield from lora.adapters(plan, parts, role)
         if role == "attention.qkv" and plan.model.num_kv_heads < plan.tp:
             yield _shared_kv_heads(plan, role)
-
-
-_ROWS = ("down", "out")  # products whose input is divided
 
 
 def column(plan: Plan, leaf: Module, width: int) -> Step:
@@ -115,7 +112,7 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
         *send(Collective.ALL_GATHER, phase=Phase.FWD, **sent),
         *leaf.fwd[len(casts) :],
     )
-    if userbuffers.gathers_by_ring(plan, leaf, is_column=True):
+    if userbuffers.gathers_by_ring(plan, leaf):
         forward = userbuffers.ring_gather(plan, leaf, leaf.fwd, sent, Phase.FWD)
     forward = (*narrow.cast_amax(plan, leaf, Phase.FWD), *forward)
     again: tuple[CommOp, ...] = ()
@@ -140,7 +137,7 @@ def row(plan: Plan, leaf: Module, width: int) -> Step:
     step = _summed(plan, leaf, rows, layer=0)
     if userbuffers.scatters_in_parts(plan):
         step = replace(step, fwd=userbuffers.pipelined_scatter(plan, leaf, rows))
-    if userbuffers.gathers_by_ring(plan, leaf, is_column=False):
+    if userbuffers.gathers_by_ring(plan, leaf):
         inputs = [op for op in leaf.bwd if op.phase is Phase.DGRAD or is_cast(op)]
         weights = [op for op in leaf.bwd if op not in inputs]
         sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"))
@@ -371,18 +368,12 @@ def experts(plan: Plan, layer: Layer, *, apart: bool = False) -> tuple[Step, ...
     apart: exchanges have streams of their own.
     """
     parts = leaves(plan, layer)
-    hidden = plan.model.hidden_size
     steps = [of_leaf(parts["mlp.norm"])]
     ends = [of_leaf(parts[role]) for role in _AFTER_EXPERTS if role in parts]
     if plan.settings.moe_shared_expert_overlap and plan.has_shared_experts:
         return (*steps, *_beside_exchanges(plan, parts), *ends)
-    for name, part in parts.items():
-        if name.startswith("mlp.shared_"):
-            if part.is_linear and not part.params[0].is_partial:
-                linear = row if name.endswith("down") else column
-                steps.append(linear(plan, part, hidden))
-            else:
-                steps.append(of_leaf(part))
+    shared = {role: leaf for role, leaf in parts.items() if role.startswith("mlp.shared_")}
+    steps += _in_order(plan, layer, shared)
     steps.append(_router(plan, parts["mlp.router"]))
     if "mlp.to_latent" in parts:
         steps.append(of_leaf(parts["mlp.to_latent"]))
@@ -418,62 +409,37 @@ def _beside_exchanges(plan: Plan, parts: Mapping[str, Module]) -> Iterator[Step]
         leaf for role, leaf in parts.items() if role.startswith("mlp.shared_")
     )
     (up,) = ups
-    gather, first = _gathered_apart(plan, up)
-    second, scatter = _scattered_apart(plan, down)
+    gather, gathered = _apart(plan, Collective.ALL_GATHER, up.role)
+    scatter, scattered = _apart(plan, Collective.REDUCE_SCATTER, down.role)
     inner = [of_leaf(leaf) for role, leaf in parts.items() if role.startswith("mlp.experts")]
     yield to_experts.step(counts)
     yield gather
     yield begin_dispatch
-    yield from (first, of_leaf(activation))
+    yield from (gathered, of_leaf(up), of_leaf(activation))
     yield end_dispatch
     yield from inner
     yield begin_combine
-    yield second
+    yield from (of_leaf(down), scatter)
     yield end_combine
-    yield scatter
+    yield scattered
 
 
-def _gathered_apart(plan: Plan, leaf: Module) -> tuple[Step, Step]:
-    """Return the gather of a product's input, and the product; backward a scatter after it."""
-    elements = plan.tokens * plan.model.hidden_size
-    module = leaf.role
-    send = partial(plan.inside, elements=elements, group="tp", module=module, stream="tp")
-    name = f"{module}.gather"
-    back = f"{module}.scatter"
-    gathers = send(Collective.ALL_GATHER, phase=Phase.FWD, name=name)
-    if not gathers:
-        return Step(module="mlp.shared", fwd=(), bwd=()), of_leaf(leaf)
-    scatters = send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD, name=back)
-    awaited = awaiting(Phase.DGRAD, module, back)
+def _apart(plan: Plan, kind: Collective, module: str) -> tuple[Step, Step]:
+    """Return a collective of rows over tp, and the wait for it; backward those of its dual."""
+    rows = plan.tokens * plan.model.hidden_size
+    send = partial(plan.inside, elements=rows, group="tp", module=module, stream="tp")
+    there, back = (f"{module}.{_WORDS[each]}" for each in (kind, DUAL[kind]))
+    sent = send(kind, phase=Phase.FWD, name=there)
+    if not sent:
+        return (Step(module="mlp.shared", fwd=(), bwd=()),) * 2
+    sent_back = send(DUAL[kind], phase=Phase.DGRAD, name=back)
     return (
-        Step(module=module, fwd=gathers, bwd=(awaited,)),
-        Step(
-            module=module,
-            fwd=(awaiting(Phase.FWD, module, name), *leaf.fwd),
-            bwd=(*leaf.bwd, *scatters),
-        ),
+        Step(module=module, fwd=sent, bwd=(awaiting(Phase.DGRAD, module, back),)),
+        Step(module=module, fwd=(awaiting(Phase.FWD, module, there),), bwd=sent_back),
     )
 
 
-def _scattered_apart(plan: Plan, leaf: Module) -> tuple[Step, Step]:
-    """Return a product, and the wait for its output's scatter; backward the reverse."""
-    elements = plan.tokens * plan.model.hidden_size
-    module = leaf.role
-    send = partial(plan.inside, elements=elements, group="tp", module=module, stream="tp")
-    name = f"{module}.scatter"
-    back = f"{module}.gather"
-    scatters = send(Collective.REDUCE_SCATTER, phase=Phase.FWD, name=name)
-    if not scatters:
-        return of_leaf(leaf), Step(module="mlp.shared", fwd=(), bwd=())
-    gathers = send(Collective.ALL_GATHER, phase=Phase.DGRAD, name=back)
-    return (
-        Step(
-            module=module,
-            fwd=(*leaf.fwd, *scatters),
-            bwd=(awaiting(Phase.DGRAD, module, back), *leaf.bwd),
-        ),
-        Step(module=module, fwd=(awaiting(Phase.FWD, module, name),), bwd=gathers),
-    )
+_WORDS = {Collective.ALL_GATHER: "gather", Collective.REDUCE_SCATTER: "scatter"}
 
 
 def _router(plan: Plan, leaf: Module) -> Step:

@@ -34,9 +34,7 @@ def adapted(role: str) -> str:
     return role.removesuffix(_FIRST).removesuffix(_SECOND)
 
 
-def adapters(
-    plan: Plan, parts: Mapping[str, Module], role: str, *, is_column: bool
-) -> Iterator[Step]:
+def adapters(plan: Plan, parts: Mapping[str, Module], role: str) -> Iterator[Step]:
     """Yield the two products beside a layer of this role, if it has an adapter."""
     if role + _FIRST not in parts:
         return
@@ -46,31 +44,27 @@ def adapters(
         yield of_leaf(first)
         yield of_leaf(second)
         return
-    rank = plan.settings.lora_rank or 0
-    if is_column:
-        yield _first_of_column(plan, first, plan.tokens * rank)
-    else:
-        yield _first_of_row(plan, first, plan.tokens * rank)
-    yield _second(plan, second, plan.tokens * rank, is_column=is_column)
+    elements = plan.tokens * (plan.settings.lora_rank or 0)  # between the two
+    yield _first(plan, first, elements, is_row=parts[role].is_row)
+    yield _second(plan, second, elements, is_row=parts[role].is_row)
 
 
-def _first_of_column(plan: Plan, leaf: Module, elements: int) -> Step:
-    """Gather the result. Without sequence parallelism the gradient of the input is summed."""
-    gathered = plan.inside(Collective.ALL_GATHER, elements, "tp", Phase.FWD, leaf.role)
-    if plan.sequence_parallel:
-        return Step(module=leaf.role, fwd=(*leaf.fwd, *gathered), bwd=leaf.bwd)
-    width = plan.tokens * plan.model.hidden_size
-    return _summing(plan, leaf, (*leaf.fwd, *gathered), (), width)
+def _first(plan: Plan, leaf: Module, elements: int, *, is_row: bool) -> Step:
+    """Gather a column's result, or sum a row's.
+
+    Without sequence parallelism the gradient of a column's input is summed.
+    """
+    kind = Collective.ALL_REDUCE if is_row else Collective.ALL_GATHER
+    sent = plan.inside(kind, elements, "tp", Phase.FWD, leaf.role)
+    if is_row or plan.sequence_parallel:
+        return Step(module=leaf.role, fwd=(*leaf.fwd, *sent), bwd=leaf.bwd)
+    rows = plan.tokens * plan.model.hidden_size
+    return _summing(plan, leaf, (*leaf.fwd, *sent), (), rows)
 
 
-def _first_of_row(plan: Plan, leaf: Module, elements: int) -> Step:
-    summed = plan.inside(Collective.ALL_REDUCE, elements, "tp", Phase.FWD, leaf.role)
-    return Step(module=leaf.role, fwd=(*leaf.fwd, *summed), bwd=leaf.bwd)
-
-
-def _second(plan: Plan, leaf: Module, elements: int, *, is_column: bool) -> Step:
+def _second(plan: Plan, leaf: Module, elements: int, *, is_row: bool) -> Step:
     """Return the second product. elements: of its input, whose gradient is summed."""
-    if is_column:
+    if not is_row:
         return _summing(plan, leaf, leaf.fwd, (), elements)
     product, *added = leaf.fwd
     rows = plan.tokens * plan.model.hidden_size

@@ -14,7 +14,7 @@ from itertools import groupby
 
 from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
-from stepmark.model.ops import Optimizer, Phase
+from stepmark.model.ops import Phase
 from stepmark.step.kernel_choice import memory_kernel
 from stepmark.step.newton_schulz import (
     ITEMSIZE,
@@ -25,10 +25,12 @@ from stepmark.step.newton_schulz import (
     orthogonalization,
     repeated,
 )
-from stepmark.step.workload import Block, CommOp, ComputeOp, Item
+from stepmark.step.workload import Block, ComputeOp, Item
+from stepmark.workloads.rules.megatron.adam_states import adam
 from stepmark.workloads.rules.megatron.gradients import (
     Param,
     StageParams,
+    model_copy,
     over_parameters,
     scalar_sum,
 )
@@ -116,21 +118,12 @@ def update(plan: Plan, stage: StageParams, blocks: dict[str, Block]) -> list[Ite
         others = [param for param in kind if not param.matrix]
         if others:
             count = sum(param.count for param in others)
-            adam = Optimizer(num_params=count, kind="adamw", dtype=DType.FP32)
-            items.append(ComputeOp(op=adam, phase=Phase.OPTIM, module="optimizer"))
-            items += _model_copy(plan, count)
+            items.append(adam(count, "optimizer"))
+            items += model_copy(plan, count, MODULE)
     if is_divided:
         items += _gathers(plan, by_rank.dense, "dp_cp")
         items += _gathers(plan, by_rank.experts, "expt_dp")
     return items
-
-
-def _model_copy(plan: Plan, count: int) -> tuple[ComputeOp, ...]:
-    """Return the copy of updated fp32 weights to the model's."""
-    size = plan.job.dtype.itemsize
-    if size == _FP32:
-        return ()
-    return over_parameters("parameter_copy", count, _FP32 + size, MODULE)
 
 
 def _muon_update(
@@ -146,7 +139,7 @@ def _muon_update(
     )
     prefix = f"muon{len(blocks)}."
     yield from repeated(bodies, blocks, prefix)
-    yield from _model_copy(plan, sum(param.count for param in params))
+    yield from model_copy(plan, sum(param.count for param in params), MODULE)
 
 
 def _pieces(plan: Plan, param: Param) -> tuple[tuple[int, int], ...]:
@@ -211,7 +204,7 @@ def _matrix_update(plan: Plan, param: Param, blocks: dict[str, Block]) -> Iterat
         num_elements = work.rows * work.columns
         yield kernel("norm", num_elements * _FP32)
         if work.after_gram:
-            yield from _scalar(plan)
+            yield from scalar_sum(plan)(group="tp", module=MODULE)
         yield kernel("div", 2 * num_elements * _FP32)
         yield kernel("cast", num_elements * (_FP32 + ITEMSIZE))
         yield iterations(work, blocks)
@@ -233,11 +226,6 @@ def _gather_momentum(plan: Plan, param: Param, piece: tuple[int, int]) -> Iterat
         Collective.ALL_GATHER, count * plan.tp, "tp", Phase.OPTIM, MODULE, DType.FP32
     )
     yield computed(memory_kernel("cat", 2 * plan.tp * count * _FP32))
-
-
-def _scalar(plan: Plan) -> tuple[CommOp, ...]:
-    """Return the sum of squares over tp."""
-    return scalar_sum(plan)(group="tp", module=MODULE)
 
 
 def _gathers(plan: Plan, by_rank: Sequence[Sequence[Param]], group: str) -> Iterator[Item]:

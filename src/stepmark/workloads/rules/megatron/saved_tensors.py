@@ -41,7 +41,7 @@ def saved_bytes(plan: "Plan", leaf: Module) -> int:
         assert model.moe is not None
         rows = plan.expert_rows * plan.etp / model.moe.top_k
         divided = model.moe.top_k * model.hidden_size
-        if leaf.role.endswith("down"):
+        if leaf.is_row:
             divided = model.moe.top_k * param.shape[-1]
     elif leaf.role == "mlp.experts_activation":
         assert model.moe is not None

@@ -31,7 +31,7 @@ from stepmark.workloads.rules.megatron.steps import awaiting
 NUM_SPLITS = 4  # num_splits of the method pipeline
 
 
-def gathers_by_ring(plan: Plan, leaf: Module, *, is_column: bool) -> bool:
+def gathers_by_ring(plan: Plan, leaf: Module) -> bool:
     """Return whether a layer multiplies rows while others arrive.
 
     Buffers are of qkv, proj, fc1 and fc2; the head and the router are other layers.
@@ -43,7 +43,7 @@ def gathers_by_ring(plan: Plan, leaf: Module, *, is_column: bool) -> bool:
     is_disabled = (
         settings.tp_comm_overlap_disable_qkv if is_qkv else settings.tp_comm_overlap_disable_fc1
     )
-    return not (is_column and is_disabled)
+    return leaf.is_row or not is_disabled
 
 
 def scatters_in_parts(plan: Plan) -> bool:

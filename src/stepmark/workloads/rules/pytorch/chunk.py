@@ -76,17 +76,17 @@ class Chunk:
                 output=self.output.params if self.output else None,
                 first_layer=layers[0].index if layers else 0,
                 reshard=sharding.reshard,
-                prefetch=sharding.prefetch,
-                blocks_per_group=technique.blocks_per_group,
+                prefetch=technique.settings.prefetch,
+                blocks_per_group=technique.settings.blocks_per_group,
                 root_has_ends=technique.root_has_ends,
-                regathers_table=technique.regathers_table,
+                regathers_table=technique.settings.embedding_in_backward,
             )
         self._order = FsdpOrder(self._groups, self._recorder)
         self.layers = [
             replace(layer, experts=experts)
             for layer, experts in zip_longest(layers, self._groups.experts)
         ]
-        size = technique.blocks_per_group
+        size = technique.settings.blocks_per_group
         parts = [
             self.layers[index : index + size] for index in range(0, len(self.layers), size)
         ]
@@ -238,10 +238,10 @@ class Chunk:
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
         tp_pieces = self._technique.tp_pieces if is_layer else 1
-        if is_layer and self._technique.recompute is not Recompute.NONE:
+        if is_layer and self._technique.settings.recompute is not Recompute.NONE:
             # A compiled backward pass is one graph, whose gathers are not cut off.
             skipped = before_recompute(unit) if tp_pieces == 1 else 0
-            (first, *others) = recomputed(unit, self._technique.recompute)
+            (first, *others) = recomputed(unit, self._technique.settings.recompute)
             ways["again"] = ((*unit.bwd[0][:skipped], *first), *others)
             ways["rest"] = (unit.bwd[0][skipped:], *unit.bwd[1:])
         if self._technique.schedule.splits_backward:

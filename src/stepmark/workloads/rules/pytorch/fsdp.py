@@ -12,6 +12,7 @@ from stepmark.step.module import Param
 from stepmark.step.workload import Group
 from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, refuse_first
+from stepmark.workloads.rules.pytorch.fsdp_order import reshard_ranks
 from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
 from stepmark.workloads.rules.pytorch.settings import PyTorch
 from stepmark.workloads.rules.pytorch.units import groups_of
@@ -23,8 +24,7 @@ def sharding_of(job: AnyJob, settings: PyTorch) -> Sharding:
     """Return how weights, gradients and optimizer are sharded. Raises ConfigError."""
     groups = groups_of(job)
     shards = groups["fsdp"].size
-    default = "yes" if job.parallel.pp == 1 else "no"
-    reshard = _reshard(settings.reshard_after_forward or default, shards)
+    reshard = _reshard(settings.resharding(job.parallel.pp), shards)
     if reshard:
         groups |= _inner(job, groups, reshard)
     layers = -(-job.num_layers // job.parallel.pp)
@@ -49,22 +49,19 @@ def sharding_of(job: AnyJob, settings: PyTorch) -> Sharding:
         reduced=settings.reduce_dtype,
         narrow=job.products.dtype if settings.fp8_all_gather and job.products else None,
         reshard=reshard,
-        prefetch=settings.prefetch,
         accumulates=(syncs_last and job.num_microbatches > 1) or job.parallel.pp > 1,
     )
 
 
 def _reshard(text: str, shards: int) -> int | None:
-    """Return the ranks to reshard over. 0: all shards; None: no resharding."""
-    if text in ("yes", "no"):
-        return 0 if text == "yes" else None
+    """Return the ranks to reshard over. Raises ConfigError."""
     smaller = [n for n in range(2, shards) if shards % n == 0]
-    if not text.isdecimal() or int(text) not in smaller:
+    if text not in ("yes", "no") and not (text.isdecimal() and int(text) in smaller):
         allowed = ", ".join(map(str, ("yes", "no", *smaller)))
         raise ConfigError(
             "reshard_after_forward", text, f"one of {allowed} for {shards} shards"
         )
-    return int(text)
+    return reshard_ranks(text)
 
 
 def _inner(job: AnyJob, groups: dict[str, Group], reshard: int) -> dict[str, Group]:

@@ -73,6 +73,11 @@ class FsdpGroups(Generic[P]):
     output: ParamGroup[P] | None = None
 
 
+def reshard_ranks(text: str) -> int | None:
+    """Return the ranks to reshard over. 0: all shards; None: no resharding."""
+    return int({"yes": "0"}.get(text, text)) if text != "no" else None
+
+
 def group_params(
     blocks: Sequence[tuple[Sequence[P], Sequence[P] | None]],
     *,

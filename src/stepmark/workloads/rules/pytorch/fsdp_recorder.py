@@ -46,7 +46,6 @@ class Sharding:
     reduced: DType
     narrow: DType | None = None
     reshard: int | None = 0
-    prefetch: int = 1
     accumulates: bool = False
 
 
@@ -140,8 +139,7 @@ class FsdpRecorder(FsdpEvents[Param]):
         ranks = sharding.comms.groups[group.shards].size
         sizes = {sharding.gathered: 0}
         for param in group.params:
-            is_narrow = sharding.narrow is not None and param.is_narrow
-            dtype = sharding.narrow if sharding.narrow and is_narrow else sharding.gathered
+            dtype = (param.is_narrow and sharding.narrow) or sharding.gathered
             sizes[dtype] = sizes.get(dtype, 0) + param.padded(ranks)
         present = {dtype: size for dtype, size in sizes.items() if size}
         if len(present) > 1:

@@ -7,7 +7,7 @@ training/model_parallel.py's (torch/distributed/tensor/parallel/style.py).
 
 from dataclasses import replace
 
-from stepmark.cases.training import DataParallel, GradSync, OptimizerKind
+from stepmark.cases.training import DataParallel, OptimizerKind
 from stepmark.efficiency.kernel_times import AttentionKernel
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
@@ -97,13 +97,17 @@ def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     if settings.fp8_all_gather:
         job = _with_cast_weights(job)
     kind = settings.data_parallel
-    technique = _technique(settings, is_pipelined=job.parallel.pp > 1)
+    is_pipelined = job.parallel.pp > 1
+    technique = Technique(
+        settings=settings,
+        schedule=settings.pp_schedule if is_pipelined else PipelineSchedule.ONE_F_ONE_B,
+        root_has_ends=settings.ends is StageEnds.ROOT,
+        tp_pieces=job.parallel.tp if settings.async_tp else 1,
+    )
     if settings.loss_chunks > 1:
         _check_chunks(job, settings)
-    if technique.lora:
+    if settings.lora:
         _check_adapters(job)
-    if settings.async_tp:
-        technique = replace(technique, tp_pieces=job.parallel.tp)
     if kind is DataParallel.FSDP:
         followed = "fsdp"
         technique = replace(technique, sharding=sharding_of(job, settings))
@@ -142,32 +146,6 @@ def _with_cast_weights(job: AnyJob) -> AnyJob:
         allowed = "it works only with fp8 products with a scale per tensor (--precision fp8)"
         raise ConfigError("fp8_all_gather", "yes", allowed)
     return replace(job, products=replace(products, casts_weights=False))
-
-
-def _technique(settings: PyTorch, *, is_pipelined: bool) -> Technique:
-    is_reduced = settings.data_parallel is not DataParallel.NONE
-    return Technique(
-        weights=settings.weights,
-        model_weights=settings.model_weights,
-        plan=settings.tp_plan,
-        regathers_table=settings.embedding_in_backward,
-        root_has_ends=settings.ends is StageEnds.ROOT,
-        blocks_per_group=settings.blocks_per_group,
-        recompute=settings.recompute,
-        recompute_blocks=(settings.recompute_some, settings.recompute_every),
-        syncs_last=is_reduced and settings.grad_sync is GradSync.LAST,
-        clips=settings.clip,
-        fuse_qkv=settings.fuse_qkv,
-        schedule=settings.pp_schedule if is_pipelined else PipelineSchedule.ONE_F_ONE_B,
-        pp_microbatches=settings.pp_microbatches,
-        pp_stages=settings.pp_stages,
-        pp_split=settings.pp_split,
-        lora=settings.lora,
-        loss_chunks=settings.loss_chunks,
-        kernels=settings.kernels,
-        fuses_optimizer=settings.trainer is Trainer.STEPMARK,
-        optimizer=settings.optimizer,
-    )
 
 
 def _check_chunks(job: AnyJob, settings: PyTorch) -> None:

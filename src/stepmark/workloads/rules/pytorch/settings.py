@@ -32,6 +32,9 @@ _SEVERAL = tuple(each for each in PipelineSchedule if each.has_stages)
 _DIVIDED = {"data_parallel": (DataParallel.FSDP, DataParallel.NONE)}  # by tp or pp
 
 
+DEFAULT_BUCKETS = (MIB, 25 * MIB)  # bytes of DDP's first bucket, and of the others
+
+
 class Trainer(StrEnum):
     """Trainer whose kernels run."""
 
@@ -239,9 +242,13 @@ class PyTorch:
             return self.shard_dtype
         return self.param_dtype or DType.FP32
 
+    def resharding(self, pp: int) -> str:
+        """Return reshard_after_forward, which a pipeline leaves out if nothing is said."""
+        return self.reshard_after_forward or ("yes" if pp == 1 else "no")
+
     @property
     def bucket_limits(self) -> tuple[int, int]:
         """Bytes of DDP's first bucket and of the others."""
         if self.bucket_cap_mb:
             return self.bucket_cap_mb * MIB, self.bucket_cap_mb * MIB
-        return MIB, 25 * MIB
+        return DEFAULT_BUCKETS

@@ -35,7 +35,7 @@ def check_split(job: AnyJob, settings: PyTorch) -> None:
         recompute=settings.recompute,
         compiles=settings.compile,
         is_narrow=job.products is not None,
-        reshard=(settings.reshard_after_forward or "no") if is_sharded else "no",
+        reshard=settings.resharding(job.parallel.pp) if is_sharded else "no",
     ):
         raise ConfigError(field, value, allowed)
 

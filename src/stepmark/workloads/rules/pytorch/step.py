@@ -18,7 +18,6 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Optimizer, Phase
 from stepmark.model.parallel import PipelineSchedule, stage_layers
-from stepmark.step.layout import FUSED
 from stepmark.step.module import Param
 from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
 from stepmark.workloads.architecture import AnyJob, OwnJob, Unit
@@ -40,6 +39,7 @@ from stepmark.workloads.rules.pytorch import muon, narrow_states
 from stepmark.workloads.rules.pytorch.chunk import Blocks, Chunk, Layer
 from stepmark.workloads.rules.pytorch.order import order_of, split_note
 from stepmark.workloads.rules.pytorch.schedules import spans as spans_of
+from stepmark.workloads.rules.pytorch.settings import Trainer
 from stepmark.workloads.rules.pytorch.technique import Technique
 from stepmark.workloads.rules.pytorch.units import UnitBuilder, groups_of, stage_ends
 
@@ -258,7 +258,7 @@ def _notes(job: AnyJob, technique: Technique) -> tuple[str, ...]:
     if moe and technique.sharding:
         shards = technique.sharding.comms.groups["expert_fsdp"].size
         count = moe.num_experts // job.parallel.ep
-        padded = -(-count // shards) * shards
+        padded = Param(name="experts", shape=(count,)).padded(shards)
         if shards <= count < padded:
             notes.append(
                 f"{count} experts over {shards} shards: torch pads them to {padded}, so that "
@@ -267,9 +267,9 @@ def _notes(job: AnyJob, technique: Technique) -> tuple[str, ...]:
             )
     if job.parallel.pp == 1:
         return tuple(notes)
-    chunks = technique.schedule.num_chunks(technique.pp_stages)
-    layers = stage_layers(job.num_layers, job.parallel.pp * chunks, technique.pp_split)
-    return (*notes, *split_note(list(map(len, layers)), technique.pp_split))
+    chunks = technique.schedule.num_chunks(technique.settings.pp_stages)
+    layers = stage_layers(job.num_layers, job.parallel.pp * chunks, technique.settings.pp_split)
+    return (*notes, *split_note(list(map(len, layers)), technique.settings.pp_split))
 
 
 def _prune(blocks: Blocks, stages: tuple[Stage, ...]) -> set[str]:
@@ -320,7 +320,12 @@ def _pipelined(
     job: Job, technique: Technique, comms: Comms, blocks: Blocks
 ) -> Iterator[tuple[list[Chunk], Block]]:
     """Yield for each pp rank its chunks of the model, and its passes of all micro-batches."""
-    order = order_of(job, technique.schedule, technique.pp_microbatches, technique.pp_stages)
+    order = order_of(
+        job,
+        technique.schedule,
+        technique.settings.pp_microbatches,
+        technique.settings.pp_stages,
+    )
     chunks = _chunks(job, technique, comms, blocks, order.num_stages)
     times = job.num_microbatches // order.num_microbatches
     count = order.num_microbatches
@@ -341,17 +346,15 @@ def _chunks(
 ) -> list[Chunk]:
     """Return the parts of the model by pipeline stage."""
     model = job.model
-    lookup = technique.sharding.gathered if technique.sharding else technique.model_weights
+    lookup = (
+        technique.sharding.gathered if technique.sharding else technique.settings.model_weights
+    )
     builder = UnitBuilder(
         job=job,
         comms=comms,
         lookup_dtype=lookup,
-        plan=technique.plan,
-        fused=FUSED["train"] if technique.fuse_qkv else frozenset(),
+        settings=technique.settings,
         apart=technique.sharding is not None and job.parallel.ep > 1,
-        lora=technique.lora,
-        loss_chunks=technique.loss_chunks,
-        kernels=technique.kernels,
     )
     kinds = builder.blocks()
     technique = replace(
@@ -360,10 +363,12 @@ def _chunks(
         root_has_ends=technique.root_has_ends or model.tied_embeddings,
     )
     chunks: list[Chunk] = []
-    for index, layers in enumerate(stage_layers(model.num_layers, count, technique.pp_split)):
+    for index, layers in enumerate(
+        stage_layers(model.num_layers, count, technique.settings.pp_split)
+    ):
         units = [kinds[layer] for layer in model.layers[layers.start : layers.stop]]
         is_first = index == 0
-        if is_first and units and technique.lora:
+        if is_first and units and technique.settings.lora:
             units[0] = builder.first_block(units[0])
         is_last = index == count - 1
         chunk = Chunk(
@@ -424,7 +429,7 @@ def _collected(
     if not technique.has_masters or technique.sharding:
         return ()
     reduce = partial(
-        Comms(groups=groups_of(job), dtype=technique.model_weights),
+        Comms(groups=groups_of(job), dtype=technique.settings.model_weights),
         Collective.ALL_REDUCE,
         microbatch=microbatch,
     )
@@ -447,7 +452,9 @@ def update(
     """
     params = [param for chunk in chunks for param in chunk.params]
     trained = [param for param in params if param.is_trained and not param.is_copy]
-    reduce = partial(comms, Collective.ALL_REDUCE, phase=Phase.OPTIM, dtype=technique.weights)
+    reduce = partial(
+        comms, Collective.ALL_REDUCE, phase=Phase.OPTIM, dtype=technique.settings.weights
+    )
     # Without masters or FSDP, norms of a part of the sequence still have partial gradients.
     no_partial = technique.sharding or technique.has_masters
     partial_sizes = [param.numel for param in trained if param.is_partial and not no_partial]
@@ -456,9 +463,9 @@ def update(
         return tuple(op for size in partial_sizes for op in reduce(size, "tp", module=module))
 
     size = sum(_local_numel(param, technique) for param in trained)
-    num_bytes = size * technique.weights.itemsize
+    num_bytes = size * technique.settings.weights.itemsize
     items: list[Item] = []
-    if technique.clips:
+    if technique.settings.clip:
         items += summed("clip")
         items.append(_computed("clip", Kernel(name="norms", flops=0, bytes_moved=num_bytes)))
         # One number per tensor is summed over the ranks among which its gradient is divided.
@@ -475,13 +482,13 @@ def update(
             _computed("clip", Kernel(name="scale", flops=0, bytes_moved=2 * num_bytes))
         )
     items += summed("update")
-    if technique.optimizer is OptimizerKind.MUON:
+    if technique.settings.optimizer is OptimizerKind.MUON:
         matrices = muon.matrices_of(chunks)
-        items += muon.updates(matrices, technique.weights, blocks)
+        items += muon.updates(matrices, technique.settings.weights, blocks)
         size -= sum(param.numel for layer in matrices for param in layer)
-    if technique.optimizer is OptimizerKind.ADAMW8BIT:
+    if technique.settings.optimizer is OptimizerKind.ADAMW8BIT:
         shards = [_local_numel(param, technique) for param in trained]
-        moved = narrow_states.update_bytes(shards, technique.weights.itemsize)
+        moved = narrow_states.update_bytes(shards, technique.settings.weights.itemsize)
         kernel = Kernel(name="adamw8bit", flops=0, bytes_moved=moved)
         items.append(_computed("update", kernel))
     else:
@@ -499,12 +506,12 @@ _ADAMW = (
 
 def _updates(size: int, technique: Technique) -> Iterator[Item]:
     """Yield the kernels of AdamW over so many parameters."""
-    if technique.fuses_optimizer:
-        adam = Optimizer(num_params=size, kind="adamw", dtype=technique.weights)
+    if technique.settings.trainer is Trainer.STEPMARK:
+        adam = Optimizer(num_params=size, kind="adamw", dtype=technique.settings.weights)
         yield _computed("update", adam)
         return
     for name, planes in _ADAMW:
-        num_bytes = planes * size * technique.weights.itemsize
+        num_bytes = planes * size * technique.settings.weights.itemsize
         yield _computed("update", Kernel(name=name, flops=0, bytes_moved=num_bytes))
 
 
@@ -521,7 +528,7 @@ def _scales(
     if not narrow:
         return
     size = sum(_local_numel(param, technique) for param in narrow)
-    num_bytes = size * technique.weights.itemsize
+    num_bytes = size * technique.settings.weights.itemsize
     yield _computed("scales", Kernel(name="amax", flops=0, bytes_moved=num_bytes))
     for group in ("fsdp", "tp"):
         yield from reduce(len(narrow), group, module="scales", redop=RedOp.MAX)

@@ -5,16 +5,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stepmark.cases.recompute import rerun_products
-from stepmark.cases.training import OptimizerKind, Recompute
-from stepmark.ground.dtypes import DType
+from stepmark.cases.training import DataParallel, GradSync, Recompute
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Gemm, GroupedGemm, Norm
-from stepmark.model.parallel import PipelineSchedule, StageSplit, TpPlan
-from stepmark.step.kernel_choice import KernelChoice
-from stepmark.step.lora import Lora
+from stepmark.model.parallel import PipelineSchedule
 from stepmark.step.scan_modules import is_gate, is_scan
 from stepmark.step.workload import Block, ComputeOp, Operation
 from stepmark.workloads.architecture import Unit
 from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
+from stepmark.workloads.rules.pytorch.settings import PyTorch
 
 if TYPE_CHECKING:
     from stepmark.workloads.rules.pytorch.chunk import Chunk
@@ -22,52 +20,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Technique:
-    """Techniques of a step. weights: dtype of the parameters that the optimizer updates.
+    """Settings of a step, and what follows from them and from the job.
 
-    root_has_ends: embedding and output belong to the root module. regathers_table: the
-    embedding's table is gathered for its backward pass, too. names_ends: the ends of passes
-    have a name, for operations that overlap with computation. pp_microbatches: of one pass; 0:
-    all of a step. pp_stages: of a rank, where they are interleaved. tp_pieces: of products that
-    run while they are communicated. backward: DDP's backward pass of a chunk. setup: its
-    messages before the first step.
+    schedule: of a pipeline, 1F1B without one. root_has_ends: embedding and output belong to the
+    root module. names_ends: the ends of passes have a name, for operations that overlap with
+    computation. tp_pieces: of products that run while they are communicated. backward: DDP's
+    backward pass of a chunk. setup: its messages before the first step.
     """
 
-    weights: DType = DType.FP32
-    model_weights: DType = DType.FP32
+    settings: PyTorch
+    schedule: PipelineSchedule
+    root_has_ends: bool
+    tp_pieces: int
     sharding: Sharding | None = None
-    plan: TpPlan = TpPlan.TORCHTITAN
     names_ends: bool = False
-    regathers_table: bool = True
-    root_has_ends: bool = True
-    blocks_per_group: int = 1
-    recompute: Recompute = Recompute.NONE
-    recompute_blocks: tuple[int, int] = (1, 1)
-    syncs_last: bool = False  # gradients are reduced with the last micro-batch only
-    clips: bool = True
-    fuse_qkv: bool = True
-    tp_pieces: int = 1
-    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    pp_microbatches: int = 0
-    pp_stages: int = 2
-    pp_split: StageSplit = StageSplit.EVEN
     backward: "Callable[[Chunk], Block] | None" = None
     setup: "Callable[[Chunk], Block] | None" = None
-    lora: Lora | None = None
-    loss_chunks: int = 1
-    kernels: KernelChoice = KernelChoice()
-    fuses_optimizer: bool = True
-    optimizer: OptimizerKind = OptimizerKind.ADAMW
 
     @property
     def has_masters(self) -> bool:
-        return self.weights is not self.model_weights
+        return self.settings.weights is not self.settings.model_weights
+
+    @property
+    def syncs_last(self) -> bool:
+        """Whether gradients are reduced with the last micro-batch only."""
+        is_reduced = self.settings.data_parallel is not DataParallel.NONE
+        return is_reduced and self.settings.grad_sync is GradSync.LAST
 
     def is_checkpointed(self, layer: int) -> bool:
-        """Return whether a layer is checkpointed. recompute_blocks: (2, 3) is two of three."""
-        if self.recompute is Recompute.BLOCKS:
-            some, every = self.recompute_blocks
-            return layer % every < some
-        return self.recompute is not Recompute.NONE
+        """Return whether a layer is checkpointed: some of every so many, or all."""
+        settings = self.settings
+        if settings.recompute is Recompute.BLOCKS:
+            return layer % settings.recompute_every < settings.recompute_some
+        return settings.recompute is not Recompute.NONE
 
 
 def recomputed(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]:

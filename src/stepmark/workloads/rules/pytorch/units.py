@@ -18,15 +18,17 @@ from stepmark.model.layers import Layer
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Phase, Scaling
 from stepmark.model.parallel import TpPlan
-from stepmark.step.kernel_choice import KernelChoice
 from stepmark.step.layout import FUSED
-from stepmark.step.lora import Lora
 from stepmark.step.module import TOGETHER, Module
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import Group, Operation
 from stepmark.workloads.architecture import AnyJob, Architecture, Ops, Unit, weights_first
 from stepmark.workloads.job import DUAL, Comms, Job, mesh_groups
 from stepmark.workloads.rules.pytorch.loss_chunks import in_chunks
+from stepmark.workloads.rules.pytorch.settings import PyTorch
+
+# Products whose output is summed over the ranks of tensor parallelism.
+SUMMED = ("attention.out", "mlp.down")
 
 
 def groups_of(job: AnyJob) -> dict[str, Group]:
@@ -126,25 +128,26 @@ class UnitBuilder:
     job: Job
     comms: Comms
     lookup_dtype: DType
-    apart: bool = False  # experts are a module that is sharded by itself
-    plan: TpPlan = TpPlan.TORCHTITAN
-    fused: frozenset[str] = FUSED["train"]
-    lora: Lora | None = None
-    loss_chunks: int = 1
-    kernels: KernelChoice = KernelChoice()
+    settings: PyTorch
+    apart: bool  # experts are a module that is sharded by itself
 
     @property
     def _tree(self) -> TreeBuilder:
-        whole = self.plan is TpPlan.WHOLE
-        tree = self.job.tree("train", whole_loss=whole, fused=self.fused, lora=self.lora)
-        return replace(tree, kernels=self.kernels)
+        settings = self.settings
+        tree = self.job.tree(
+            "train",
+            whole_loss=settings.tp_plan is TpPlan.WHOLE,
+            fused=FUSED["train"] if settings.fuse_qkv else frozenset(),
+            lora=settings.lora,
+        )
+        return replace(tree, kernels=settings.kernels)
 
     def embedding(self) -> Unit:
         """Return the lookup, whose rows are summed over tp for all tokens or this rank's."""
         table = self._tree.embedding()
         size = self.job.tokens * self.job.model.hidden_size
         # Learned positions are added to whole sequences.
-        is_whole = self.plan is TpPlan.WHOLE or self.job.model.max_positions > 0
+        is_whole = self.settings.tp_plan is TpPlan.WHOLE or self.job.model.max_positions > 0
         reduced = self.comms(
             Collective.ALL_REDUCE if is_whole else Collective.REDUCE_SCATTER,
             size,
@@ -167,7 +170,7 @@ class UnitBuilder:
         after = [op for leaf in rest for op in leaf.fwd]
         before = [op for leaf in reversed(rest) for op in leaf.bwd]
         # A frozen table needs no gradient.
-        backward: Ops = () if self.lora else (*before, *gathered, *table.inside[0].bwd)
+        backward: Ops = () if self.settings.lora else (*before, *gathered, *table.inside[0].bwd)
         return Unit(
             name="embedding",
             params=table.all_params,
@@ -188,7 +191,7 @@ class UnitBuilder:
         elements = job.tokens
         dtype = DType.FP32
         kinds = [(Collective.ALL_REDUCE, redop) for redop in (RedOp.MAX, RedOp.SUM, RedOp.SUM)]
-        if self.plan is TpPlan.WHOLE:
+        if self.settings.tp_plan is TpPlan.WHOLE:
             module = "head"
             elements = job.tokens * job.model.vocab_size
             dtype = job.dtype
@@ -203,9 +206,9 @@ class UnitBuilder:
         after[module] = sent, ()
         leaves = _leaves(self._tree.output())
         fwd, bwd = self._joined(leaves, after)
-        if self.loss_chunks > 1:
+        if self.settings.loss_chunks > 1:
             size_of = job.dtype.itemsize
-            fwd, bwd = in_chunks(fwd, bwd, chunks=self.loss_chunks, itemsize=size_of)
+            fwd, bwd = in_chunks(fwd, bwd, chunks=self.settings.loss_chunks, itemsize=size_of)
         params = [param for leaf in leaves for param in leaf.params]
         if job.model.tied_embeddings and has_table:
             # Under tp table and head are two DTensors when FSDP wraps them, so the table is
@@ -275,9 +278,8 @@ class UnitBuilder:
         scatter = Collective.REDUCE_SCATTER
         pairs = {
             "attention.norm": self._pair(gather, size, "tp", "attention.norm"),
-            "attention.out": self._pair(scatter, size, "tp", "attention.out"),
             "mlp.norm": self._pair(gather, size, "tp", "mlp.norm"),
-            "mlp.down": self._pair(scatter, size, "tp", "mlp.down"),
+            **{role: self._pair(scatter, size, "tp", role) for role in SUMMED},
         }
         if axes.cp > 1:
             heads = model.num_kv_heads // axes.tp
@@ -332,9 +334,11 @@ class UnitBuilder:
         is_narrow = leaf.is_linear and leaf.params[0].is_narrow
         if products is None or not is_narrow or products.scaling is not Scaling.TENSORWISE:
             return (), ()
-        is_row = leaf.role.endswith(("out", "down"))  # its input is divided
         weights = int(products.casts_weights)
-        counts = {Phase.FWD: weights + is_row, Phase.BWD: weights + (1 if is_row else 2)}
+        counts = {
+            Phase.FWD: weights + leaf.is_row,
+            Phase.BWD: weights + (1 if leaf.is_row else 2),
+        }
         fwd, bwd = (
             count
             * self.comms(
