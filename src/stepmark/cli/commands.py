@@ -16,6 +16,8 @@ from stepmark.ground.errors import ConfigError, StepmarkError, nearest, not_one_
 from stepmark.ground.options import Option
 
 Values = dict[str, Any]  # text, lists of text, and switches by the name of their field
+# What one command calls so has another name in others, and in frameworks.
+_NUM_RANKS = ("--gpus", "--nproc", "--world-size", "--ngpus", "--num-gpus")
 _HELP = {"--help": "help", "--help-all": "help_all"}
 
 
@@ -31,7 +33,8 @@ class UnknownOptionError(StepmarkError):
     def __init__(self, option: str, known: Sequence[str], command: str) -> None:
         """known: spellings of the command's options."""
         self.option = option
-        near = nearest(option, known)
+        near = [word for word in _NUM_RANKS if word in known] if option in _NUM_RANKS else []
+        near = near or nearest(option, known)
         rule = f"did you mean {near[0]}?" if near else "one of the options of this command"
         page = "--help-all" if "--help-all" in known else "--help"
         super().__init__(f"{ConfigError(option, 'given', rule)} See {command} {page}.")
