@@ -65,7 +65,7 @@ def test_functions_that_different_clocks_timed_have_a_ratio_and_a_note(
 def test_functions_with_other_work_are_paired_by_their_arguments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One moves half of the bytes: as many for the second argument as the other for the first."""
+    """One moves half of the bytes; twice the tokens make up for it."""
     records: list[Record] = [
         measured(case(name, tokens, factor * tokens), time_s * tokens)
         for name, factor, time_s in (("softmax", 16, 4e-3), ("sum", 8, 1e-3))
