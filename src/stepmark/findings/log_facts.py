@@ -52,10 +52,8 @@ class ChannelCounts:
     """The line "24 coll channels, ..." of a communicator; None: not in that version's line."""
 
     coll: int
-    collnet: int | None
     nvls: int | None
     p2p: int
-    p2p_per_peer: int | None
     evidence: Evidence
 
 
@@ -72,16 +70,14 @@ class Communicator:
     num_trees: int | None = None
     channels: ChannelCounts | None = None
     over_nvlink: bool = False  # a ring, a tree or the like uses it inside a node
-    known_by_id: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedAdapter:
-    """Channels of a connection that a rank stages in host memory at a network device."""
+    """An end of a connection at which a rank stages channels in host memory."""
 
     rank: int
     device: int
-    channels: int
     evidence: Evidence
 
 
@@ -267,7 +263,6 @@ class LaggingRank:
     missing: IssuedCall  # what a rank ahead issued next
     rank: int | None
     process: str
-    certain: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +342,6 @@ class AbsentRank:
     group: str
     rank: int
     reporter: int
-    position: int
     evidence: Evidence
 
 

@@ -31,7 +31,7 @@ _REPORT = re.compile(r"\] ?Rank (\d{1,8})\s*$")
 _STARTED_RANKS = re.compile(r"#(\d{1,12}) started ranks:\s*$")
 _STARTED = re.compile(r"^\s*\[([\d, \-]{1,400})\] started (\w{1,40})\s*$")
 _ABSENT = re.compile(
-    r"\[([\d, \-]{1,400})\] finished collective #\d+, but didn't join collective #(\d{1,12})"
+    r"\[([\d, \-]{1,400})\] finished collective #\d+, but didn't join collective #\d{1,12}"
     r"|ranks \[([\d, ]{1,400})\] are the lagging ranks that caused this timeout"
 )
 
@@ -88,13 +88,12 @@ class WatchdogLines:
         self._others_started(body, evidence)
         missing = _ABSENT.search(body)
         if missing and self._reporter is not None:
-            for absent in numbers_of(missing[1] or missing[3]):
+            for absent in numbers_of(missing[1] or missing[2]):
                 self.absent.append(
                     AbsentRank(
                         group="?",
                         rank=absent,
                         reporter=self._reporter,
-                        position=int(missing[2] or 0),
                         evidence=evidence,
                     )
                 )

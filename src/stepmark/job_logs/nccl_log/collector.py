@@ -156,7 +156,6 @@ class LinkLines:
             StagedAdapter(
                 rank=end.rank,
                 device=end.device,
-                channels=lines.channels.total(),
                 evidence=lines.first.evidence(),
             )
             for end, lines in self.staged.items()

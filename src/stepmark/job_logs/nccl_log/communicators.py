@@ -173,7 +173,6 @@ def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
         num_trees=_first(handle.num_trees for handle in handles),
         channels=_first(handle.channels for handle in handles),
         over_nvlink=bool(_first(handle.over_nvlink for handle in handles)),
-        known_by_id=handles[0].comm_id is not None,
     )
 
 

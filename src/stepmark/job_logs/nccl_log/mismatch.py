@@ -398,7 +398,6 @@ class _Comparison:
                     missing=self._issued(longest, alignment.left),
                     rank=handle.rank,
                     process=handle.process,
-                    certain=is_certain,
                 )
 
     def _lost(
