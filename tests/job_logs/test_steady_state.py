@@ -12,7 +12,7 @@ from tests.job_logs import example_log
 from stepmark.findings.finding import Severity
 from stepmark.job_logs.training_log.steady_state import SteadyState, steady_state
 from stepmark.job_logs.training_log.step_lines import LoggedStep
-from stepmark.job_logs.training_log.training_log import SECONDS, LogFacts, TrainingLog
+from stepmark.job_logs.training_log.training_log import SAMPLES, SECONDS, LogFacts, TrainingLog
 from stepmark.job_logs.training_log.training_log_text import (
     findings,
     headline,
@@ -168,7 +168,7 @@ def test_quartiles_of_a_rate_have_the_lower_first() -> None:
         LoggedStep(number=place, line=place, samples_per_s=100.0 + place % 7)
         for place in range(1, 50)
     )
-    log = replace(log_of([1.0]), steps=steps, unit="samples/s")
+    log = replace(log_of([1.0]), steps=steps, unit=SAMPLES)
     row = summary_row(log, steady_state(log))
     assert row["low"] < row["median"] < row["high"]
     assert row["quartile_1"] < row["median"] < row["quartile_3"]

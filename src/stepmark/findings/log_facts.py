@@ -30,14 +30,14 @@ class InitTime:
     evidence: Evidence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Member:
     """One rank of a communicator. `pointer` names the communicator inside its process."""
 
     process: str  # host:pid
     host: str
     pointer: str
-    rank: int | None
+    rank: int | None = None
     local_rank: int | None = None
     device: int | None = None
     bus_id: str | None = None

@@ -14,7 +14,7 @@ from stepmark.ground import verdicts
 from stepmark.ground.grouping import group_by
 from stepmark.ground.launches import Row, Sample
 from stepmark.ground.ratio import Ratio
-from stepmark.job_logs.nccl_log.network_rules import comma_list
+from stepmark.ground.units import comma_list
 from stepmark.nodes.node_check import UNITS, Figure, NodeCheck, host_of
 
 # Share of the data sheet's peak that a working device exceeds, by family. Sustained bf16

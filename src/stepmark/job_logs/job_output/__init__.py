@@ -419,8 +419,7 @@ class OutputReader:
 
     def _ended(self, body: str, rank: int | None, evidence: Evidence) -> bool:
         """Read that the job was ended from outside."""
-        match = _ENDED.search(body)
-        if match is None:
+        if not _ENDED.search(body):
             return False
         is_late = _TIME_LIMIT.search(body)
         text = "The job was ended from outside: by a person, the scheduler, or a time limit."

@@ -12,11 +12,11 @@ from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Failure, LogFacts, Role
 from stepmark.findings.stalls import MISMATCH, MISSING
 from stepmark.ground.grouping import group_by
-from stepmark.ground.units import ranks_text
+from stepmark.ground.units import comma_list, ranks_text
 from stepmark.job_logs.failures import XIDS
 from stepmark.job_logs.job_output import GENERAL, REMARKS
 from stepmark.job_logs.job_output.exits import FIRST_FAILURE
-from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
+from stepmark.job_logs.nccl_log.network_rules import finding_of
 
 _MAX_HOSTS = 4  # that a text names
 # Findings of the log that are causes, and those that only show where ranks stopped.
@@ -190,11 +190,9 @@ def _finding(failures: Sequence[Failure]) -> Finding:
         text = f"{_subject(failures)} raised {first.detail.rstrip('.')}"
     elif first.text[:1].islower():
         text = f"{_subject(failures)} {first.text}"
-    elif first.text.endswith(":"):
-        text = f"{first.text} {first.detail.rstrip('.')}"
-        text += f" ({who})" if who else ""
     else:
-        text = first.text.rstrip(".")
+        detail = f" {first.detail}" if first.text.endswith(":") else ""
+        text = f"{first.text}{detail}".rstrip(".")
         text += f" ({who})" if who else ""
     text += f", at {first.place}" if first.place else ""
     lines = [first.evidence, *(one.evidence for one in failures if one is not first)]

@@ -503,9 +503,7 @@ def histogram_of(
         for merged, keys in own.kinds(plain, has_both).items():
             number = merged & NUMBER
             call = calls.kinds[number]
-            total = own.totals[keys[0]]
-            if len(keys) > 1:
-                total = sum(own.totals[key] for key in keys)
+            total = sum(own.totals[key] for key in keys)
             call_bytes = bytes_of[number]
             if call_bytes is None:
                 calls.unread += total

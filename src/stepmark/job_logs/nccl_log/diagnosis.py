@@ -18,14 +18,14 @@ from stepmark.findings.log_facts import (
 )
 from stepmark.findings.stalls import MISMATCH
 from stepmark.ground.grouping import group_by
-from stepmark.ground.units import plural
+from stepmark.ground.units import comma_list, plural
 from stepmark.job_logs.answers import ABORTED
 from stepmark.job_logs.failures import classify
 from stepmark.job_logs.job_output import REMARKS
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import network_rules, start_rules
 from stepmark.job_logs.nccl_log.causes import FALLS_BACK, LATE, LOOKS_FATAL, linked
-from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
+from stepmark.job_logs.nccl_log.network_rules import finding_of
 
 # NVLink systems of the last generations run 12 to 32 channels.
 MIN_CHANNELS = 8

@@ -34,11 +34,12 @@ _RATES = {
     "batches_per_s": "steps per second",
 }
 SECONDS = "s"
+SAMPLES = "samples/s"
 # The figure of a step by the unit of a log, the first that every step has.
 _FIGURES = {
     SECONDS: "step_s",
     "tokens/s/GPU": "tokens_per_s_gpu",
-    "samples/s": "samples_per_s",
+    SAMPLES: "samples_per_s",
 }
 
 

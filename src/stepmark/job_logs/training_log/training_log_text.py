@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from statistics import median
 
 from stepmark.findings.finding import Evidence, Finding, Severity
-from stepmark.ground.units import format_bytes, format_time, plural
+from stepmark.ground.units import comma_list, format_bytes, format_time, plural
 from stepmark.job_logs.training_log.starts import FEWEST_LINES
 from stepmark.job_logs.training_log.steady_state import SteadyState
 from stepmark.job_logs.training_log.step_lines import LoggedStep
@@ -166,12 +166,14 @@ def _unknown(log: TrainingLog) -> str:
 
 
 def _outliers(log: TrainingLog, steady: SteadyState) -> str:
-    words = [
-        f"step {log.steps[place].number} ({log.costs[place] / steady.median:.3g} x)"
-        for place in steady.outliers[:_MOST_NAMED]
-    ]
-    more = len(steady.outliers) - len(words)
-    return ", ".join(words) + (f" and {more} more" if more else "")
+    costs = log.costs
+    return comma_list(
+        (
+            f"step {log.steps[place].number} ({costs[place] / steady.median:.3g} x)"
+            for place in steady.outliers
+        ),
+        _MOST_NAMED,
+    )
 
 
 def part_rows(log: TrainingLog, steady: SteadyState) -> list[Row]:
