@@ -113,13 +113,12 @@ class Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicUse:
-    """Channels of a rank through a network device; the index counts per host."""
+    """A network device that connections of a rank use; the index counts per host."""
 
     communicator: str
     rank: int
     host: str
     device: int
-    channels: int
     evidence: Evidence
 
 

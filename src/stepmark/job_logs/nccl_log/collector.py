@@ -191,8 +191,8 @@ class Collector:
         self.p2p_disabled: SimilarTable = {}
         self.links: dict[tuple[int, Link], LinkLines] = {}
         self.direct: set[AdapterSide] = set()  # with GPUDirect RDMA
-        # By communicator, rank and device.
-        self.nics: dict[tuple[int, int, int], LinkLines] = {}
+        # The first line by communicator, rank and device.
+        self.nics: dict[tuple[int, int, int], LogMessage] = {}
         self.forget_counters: Callable[[str], None] = lambda process: None
         self.plugins: dict[Plugin, OccurrenceCounter] = {}
         self.interfaces: dict[Interface, OccurrenceCounter] = {}
@@ -342,12 +342,11 @@ class Collector:
             NicUse(
                 communicator=self.communicators.handles[index].key,
                 rank=rank,
-                host=lines.first.host,
+                host=first.host,
                 device=device,
-                channels=lines.channels,
-                evidence=lines.first.evidence(),
+                evidence=first.evidence(),
             )
-            for (index, rank, device), lines in self.nics.items()
+            for (index, rank, device), first in self.nics.items()
             if self.communicators.handles[index].process not in torn
         )
 

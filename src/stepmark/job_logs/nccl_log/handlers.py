@@ -314,7 +314,7 @@ def _add_link(
     # With PXN the adapter belongs to another rank's GPU.
     if net and not pxn:
         key = (handle.order, ranks[side], int(net[2]))
-        collector.nics.setdefault(key, LinkLines(message)).sides[side] += 1
+        collector.nics.setdefault(key, message)
 
 
 def _add_end(
