@@ -17,8 +17,7 @@ from stepmark.cases.sweep import cut
 from stepmark.comparison.comparison import Comparison, Line
 from stepmark.comparison.comparison_text import ratio_of, ratio_text
 from stepmark.ground.ratio import BUSY, CONFIDENCE, Ratio, Verdict, holm
-from stepmark.ground.units import format_bytes
-from stepmark.job_logs.nccl_log.network_rules import comma_list
+from stepmark.ground.units import comma_list, format_bytes
 
 _UNCONFIRMED = "unconfirmed"
 _P_PROMISING = 0.1  # one-sided, of a gain that more rounds may confirm

@@ -30,14 +30,14 @@ class InitTime:
     evidence: Evidence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Member:
     """One rank of a communicator. `pointer` names the communicator inside its process."""
 
     process: str  # host:pid
     host: str
     pointer: str
-    rank: int | None
+    rank: int | None = None
     local_rank: int | None = None
     device: int | None = None
     bus_id: str | None = None
@@ -52,10 +52,8 @@ class ChannelCounts:
     """The line "24 coll channels, ..." of a communicator; None: not in that version's line."""
 
     coll: int
-    collnet: int | None
     nvls: int | None
     p2p: int
-    p2p_per_peer: int | None
     evidence: Evidence
 
 
@@ -72,16 +70,14 @@ class Communicator:
     num_trees: int | None = None
     channels: ChannelCounts | None = None
     over_nvlink: bool = False  # a ring, a tree or the like uses it inside a node
-    known_by_id: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedAdapter:
-    """Channels of a connection that a rank stages in host memory at a network device."""
+    """An end of a connection at which a rank stages channels in host memory."""
 
     rank: int
     device: int
-    channels: int
     evidence: Evidence
 
 
@@ -117,13 +113,12 @@ class Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicUse:
-    """Channels of a rank through a network device; the index counts per host."""
+    """A network device that connections of a rank use; the index counts per host."""
 
     communicator: str
     rank: int
     host: str
     device: int
-    channels: int
     evidence: Evidence
 
 
@@ -267,7 +262,6 @@ class LaggingRank:
     missing: IssuedCall  # what a rank ahead issued next
     rank: int | None
     process: str
-    certain: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +341,6 @@ class AbsentRank:
     group: str
     rank: int
     reporter: int
-    position: int
     evidence: Evidence
 
 

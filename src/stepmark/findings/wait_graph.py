@@ -145,8 +145,9 @@ def _core(
 
 
 def find_behind(fronts: Mapping[int, Sequence[Call]]) -> None:
-    """Note in each call the ranks that have issued it behind another call they wait in."""
+    """Set in each call the ranks that have issued it behind another call they wait in."""
     for call in dict.fromkeys(call for calls in fronts.values() for call in calls):
+        call.behind.clear()
         for rank in call.waiting:
             calls = fronts.get(rank, ())
             if calls and call not in calls and call.parts[rank].state != "started":
@@ -171,8 +172,6 @@ def merged(first: WaitGraph, second: WaitGraph) -> WaitGraph:
         for rank, calls in graph.fronts.items():
             own = [*fronts.get(rank, ()), *(same.get(call, call) for call in calls)]
             fronts[rank] = list(dict.fromkeys(own))
-    for call in dict.fromkeys(call for calls in fronts.values() for call in calls):
-        call.behind.clear()
     find_behind(fronts)
     torn = sorted((first.free & second.fronts.keys()) | (second.free & first.fronts.keys()))
     free = (first.free | second.free) - fronts.keys()

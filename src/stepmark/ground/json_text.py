@@ -1,6 +1,7 @@
 """Decode JSON text of files, whose depth is bounded: functions recurse as deep as a value."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -33,6 +34,11 @@ def _with_line(error: str, text: bytes | str) -> str:
     column = end - data.rfind(b"\n", 0, end)
     line = data.count(b"\n", 0, end) + 1
     return f"line {line}, column {column}: {reason}"
+
+
+def as_object(value: object) -> Mapping[str, Any]:
+    """Return a decoded object; {} for any other value."""
+    return value if isinstance(value, dict) else {}
 
 
 def check_depth(text: bytes | str) -> None:

@@ -103,3 +103,10 @@ def ranks_text(ranks: Iterable[int]) -> str:
     texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in spans[:12]]
     many = len(spans) > 1 or any(low != high for low, high in spans)
     return f"rank{'s' if many else ''} {', '.join(texts)}{', ...' if len(spans) > 12 else ''}"
+
+
+def comma_list(words: Iterable[object], most: int = 8) -> str:
+    """Return the first of many, e.g. "0, 1, 2 and 5 more"."""
+    texts = [str(word) for word in words]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more

@@ -7,11 +7,10 @@ from enum import StrEnum
 from itertools import starmap
 
 from stepmark.findings.finding import Evidence, Finding, Severity
-from stepmark.findings.log_facts import LogFacts
+from stepmark.findings.log_facts import LogFacts, Member
 from stepmark.findings.stalls import ARRIVED, DEADLOCK, MISSING, UNKNOWN
 from stepmark.ground.reading import Table
-from stepmark.ground.units import plural
-from stepmark.job_logs.nccl_log.network_rules import comma_list
+from stepmark.ground.units import comma_list, plural
 from stepmark.job_logs.nccl_log.start_rules import is_complete
 from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS
 
@@ -93,6 +92,7 @@ def answer_of(
         )
     doubts = {*INCOMPLETE, ABORTED} if is_ended else INCOMPLETE
     incomplete = [one for one in findings if one.rule in doubts]
+    after_end = [one for one in findings if one.rule == "after-end"]
     if {one.rule for one in findings} & _NO_END:
         endings = ()
     evidence = tuple(endings[-1:])
@@ -104,15 +104,11 @@ def answer_of(
         how = f'"{last.text.strip()[:_MAX_QUOTED]}" ({last.file}:{last.line})'
     elif is_finished:
         how = "--ended states it, and no line states a failure"
-    elif after := [one for one in findings if one.rule == "after-end"]:
-        text = after[0].text
-        evidence = after[0].evidence
-        quote = evidence[0].text.strip()[:_MAX_QUOTED]
-        how = f'{text[:1].lower()}{text[1:].rstrip(".")}: "{quote}"'
-    elif incomplete:
-        text = incomplete[0].text
-        evidence = incomplete[0].evidence
-        how = f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
+    elif after_end or incomplete:
+        doubt = (after_end or incomplete)[0]
+        evidence = doubt.evidence
+        end = f': "{evidence[0].text.strip()[:_MAX_QUOTED]}"' if after_end else hint
+        how = f"{doubt.text[:1].lower()}{doubt.text[1:].rstrip('.')}{end}"
     else:
         how = f"no line shows an end, a failure or a hang{hint}"
     parts = filter(None, [headline, f"{state}: {how}", in_tables, summary])
@@ -156,14 +152,13 @@ def endings_of(facts: LogFacts) -> list[Evidence]:
         for line in facts.endings
         if not any(one.file == line.file and one.line > line.line for one in starts)
     ]
-    return [*_destroyed(facts), *stated]
+    return [*_destroyed(facts, members), *stated]
 
 
-def _destroyed(facts: LogFacts) -> list[Evidence]:
+def _destroyed(facts: LogFacts, members: Sequence[Member]) -> list[Evidence]:
     """Return a line of the end of each communicator, if all ranks of all of them ended."""
     versions = [text for library, text in facts.versions if library in ("nccl", "rccl")]
     numbers = [tuple(map(int, text.split("-")[0].split(".")[:2])) for text in versions]
-    members = [member for group in facts.communicators for member in group.members]
     is_whole = all(is_complete(group) for group in facts.communicators)
     if not members or not numbers or min(numbers) < _DESTROYS_AT_END or not is_whole:
         return []

@@ -23,12 +23,6 @@ def _rule(rule: str, role: Role, pattern: str, text: str, action: str) -> Failur
     return FailureRule(f"failure-{rule}", role, re.compile(pattern), text, action)
 
 
-_HARDWARE = Role.HARDWARE
-_CAUSE = Role.CAUSE
-_VAGUE = Role.VAGUE
-_WAIT = Role.WAIT
-_CONSEQUENCE = Role.CONSEQUENCE
-_REMARK = Role.REMARK
 FOREIGN = "failure-foreign"
 PEER_CLOSED = "failure-peer-closed"
 LAUNCHER = "failure-launcher"
@@ -43,7 +37,7 @@ FAILURES: tuple[FailureRule, ...] = (
     # What a healthy job prints as well.
     _rule(
         "foreign",
-        _REMARK,
+        Role.REMARK,
         # NCCL's misc/socket.cc and proxy.cc: a connection without its first bytes.
         r"socketFinalizeAccept: wrong|NCCL WARN .*(?:wrong|unexpected) (?:\w+ )?magic",
         "A foreign process (a port scan, monitoring, a health check) connected to a port of "
@@ -52,7 +46,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "service-thread",
-        _REMARK,
+        Role.REMARK,
         # Also after a foreign connection, and while communicators are taken down.
         r"\[Service thread\] (?:Accept failed|Could not receive type)"
         r"|Failed to execute operation Close",
@@ -61,7 +55,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "retried",
-        _REMARK,
+        Role.REMARK,
         # c10d warns of each attempt (IPv6 first), and throws when it gives up.
         r"\[W[\d: .]{0,40}socket\.cpp:\d+\]",
         "A connection was attempted again.",
@@ -70,7 +64,7 @@ FAILURES: tuple[FailureRule, ...] = (
     # What only follows from another failure, before the patterns that it would also fit.
     _rule(
         "aborted",
-        _CONSEQUENCE,
+        Role.CONSEQUENCE,
         r"communicator was aborted|error set by ProcessGroupNCCL|Process group has been aborted"
         r"|Some NCCL operations have failed|To avoid data inconsistency",
         "A rank gave up its communicators after a failure or time-out.",
@@ -78,7 +72,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "store-lost",
-        _CONSEQUENCE,
+        Role.CONSEQUENCE,
         r"(?:store->get|TCPStore|sendBytes|recvValue|recvBytes|key-value store)[^\n]*"
         r"(?:Connection reset|Broken pipe|Connection was likely closed|closed by peer)"
         r"|failed to check the \"should dump\" flag",
@@ -88,7 +82,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "peer-closed",
-        _CONSEQUENCE,
+        Role.CONSEQUENCE,
         _NO_WEB
         + r"(?:Connection closed by (?:remote )?peer|remote process (?:exited|has terminated)"
         r"|[Cc]all to (?:recv|send)\w* (?:from|to) .*(?:Broken pipe|Connection reset)"
@@ -102,7 +96,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "worker-lost",
-        _CONSEQUENCE,
+        Role.CONSEQUENCE,
         r"WorkerProc initialization failed|Engine core initialization failed|EngineDeadError"
         r"|Exiting gracefully|DataLoader worker \(pid\(s\)|ProcessRaisedException|RayTaskError"
         r"|ActorDiedError|WorkerCrashedError",
@@ -112,14 +106,14 @@ FAILURES: tuple[FailureRule, ...] = (
     # The machine.
     _rule(
         "gpu-lost",
-        _HARDWARE,
+        Role.HARDWARE,
         r"fallen off the bus|Xid \(PCI[^)]*\): 79\b|GPU is lost|GPU has been lost",
         "A GPU is gone from the PCI bus (Xid 79): power, heat, or a hardware fault.",
         "Drain the node; reset or replace the GPU.",
     ),
     _rule(
         "gpu-hardware",
-        _HARDWARE,
+        Role.HARDWARE,
         r"uncorrectable (?:ECC|NVLink)"
         r"|Xid \(PCI[^)]*\): (?:48|64|74|94|95|119|120|140)\b",
         "A GPU reports an uncorrectable hardware error (memory, NVLink or firmware).",
@@ -129,7 +123,7 @@ FAILURES: tuple[FailureRule, ...] = (
     # of the program, 45 ends the work of a process that failed or was killed.
     _rule(
         "gpu-program",
-        _CAUSE,
+        Role.CAUSE,
         r"Xid \([^)]*\): (?:13|31|43)\b",
         "A GPU reports an Xid that may be the program's fault, such as an access to memory "
         "that is not its own, or the hardware's.",
@@ -138,7 +132,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "gpu-work-ended",
-        _REMARK,
+        Role.REMARK,
         r"Xid \([^)]*\): 45\b",
         "The driver ended the work of a process on a GPU, after a failure of the program or "
         "when it was killed:",
@@ -146,14 +140,14 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "gpu-xid",
-        _REMARK,
+        Role.REMARK,
         r"Xid \([^)]*\): \d",
         "A GPU reports an Xid:",
         "Look its number up in NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors).",
     ),
     _rule(
         "node-lost",
-        _HARDWARE,
+        Role.HARDWARE,
         r"DUE TO NODE FAILURE|Node failure on|NODE_FAIL|failed health check|Kernel panic"
         r"|(?:ORTE|PRTE) has lost communication with|node \d+ .*requested job terminate",
         "A node failed.",
@@ -161,7 +155,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "host-memory",
-        _HARDWARE,
+        Role.HARDWARE,
         r"oom[-_]kill|Out of memory: Kill|emory cgroup out of memory|: Out Of Memory"
         r"|OOMKilled|OOM Killed|TERM_MEMLIMIT|PBS: job killed: v?mem|[Ee]xceeded (?:job|step)"
         r" memory limit|OUT_OF_ME(?:MORY|\+)|node running low on memory",
@@ -171,7 +165,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "evicted",
-        _HARDWARE,
+        Role.HARDWARE,
         r"^\s*Reason: +Evicted|\bEvicted\b.*\bkubelet\b"
         r"|node was low on resource|^\S+ +0/\d+ +(?:Evicted|ContainerStatusUnknown) ",
         "Kubernetes evicted the pod: its node ran short of a resource, or was drained.",
@@ -180,7 +174,7 @@ FAILURES: tuple[FailureRule, ...] = (
     # Causes. What "Cannot allocate memory" means depends on the call that failed.
     _rule(
         "locked-memory",
-        _CAUSE,
+        Role.CAUSE,
         # ENOMEM of the verbs library: pages cannot be pinned.
         r"(?:ibv_\w+|mlx5dv_reg\w*|fi_mr_reg\w*|register memory|[Mm]emory registration)"
         r".*(?:Cannot allocate memory|ENOMEM)|[Ll]ocked memory limit|RLIMIT_MEMLOCK",
@@ -191,7 +185,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "pinned-memory",
-        _CAUSE,
+        Role.CAUSE,
         r"(?:cuda|hip)(?:HostAlloc|HostMalloc|MallocHost|HostRegister)\w*.*"
         r"(?:fail|rror|out of memory)|pin(?:ned)? memory.*(?:out of memory|fail)",
         "Pinned host memory could not be allocated.",
@@ -200,7 +194,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "process-limit",
-        _CAUSE,
+        Role.CAUSE,
         r"\b(?:fork|clone|vfork|pthread_create|posix_spawn)\b.*(?:Cannot allocate memory"
         r"|Resource temporarily unavailable)|can't start new thread|pthread_create failed"
         r"|libgomp: Thread creation failed",
@@ -210,7 +204,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "heap",
-        _CAUSE,
+        Role.CAUSE,
         r"\*\*\* (?:stack smashing|buffer overflow) detected|double free or corruption"
         r"|\b(?:free|realloc|malloc|munmap_chunk)\(\): \w+|corrupted (?:size vs|double-linked)"
         r"|malloc_consolidate\(\):|corrupted top size",
@@ -220,14 +214,14 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "file-limit",
-        _CAUSE,
+        Role.CAUSE,
         r"Too many open files|\[Errno 24\]",
         "A process reached its limit of open files (ulimit -n).",
         "Raise it, or use torch.multiprocessing.set_sharing_strategy('file_system').",
     ),
     _rule(
         "shm-attach",
-        _CAUSE,
+        Role.CAUSE,
         r"attaching to shared memory segment",
         "A rank does not see the shared memory segment of another one of its host: they run in "
         "containers with separate /dev/shm, or it was removed.",
@@ -235,14 +229,14 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "shm",
-        _CAUSE,
+        Role.CAUSE,
         r"(?:shm_open|/dev/shm).*(?:Permission denied|Operation not permitted|Read-only)",
         "A segment in /dev/shm may not be created: the process lacks the right to write there.",
         "Make /dev/shm writable for all (chmod 1777), and remove segments of other users.",
     ),
     _rule(
         "shm",
-        _CAUSE,
+        Role.CAUSE,
         r"creating shared memory segment|failed to extend /dev/shm|posix_fallocate failed"
         r"|/dev/shm.*(?:No space left|Cannot allocate memory)|insufficient shared memory"
         r"|shm\w*.*Cannot allocate memory|unable to (?:mmap|open) shared memory"
@@ -254,14 +248,14 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "disk-full",
-        _CAUSE,
+        Role.CAUSE,
         r"\[Errno (?:28|122)\]|No space left on device|Disk quota exceeded",
         "A file could not be written: the disk is full or the quota is used up.",
         "Free space, or write elsewhere.",
     ),
     _rule(
         "gpu-memory",
-        _CAUSE,
+        Role.CAUSE,
         r"(?:CUDA|HIP|GPU|XPU) out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
         r"|(?:Cuda|CUDA|HIP) failure .{0,60}'out of memory'|Failed to CUDA (?:c|m)alloc"
         r"|(?:cuda|hip)Malloc\w*.*(?:out of memory|Cannot allocate memory)"
@@ -272,7 +266,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "host-memory",
-        _CAUSE,
+        Role.CAUSE,
         r"Cannot allocate memory|^MemoryError\b|std::bad_alloc"
         r"|DefaultCPUAllocator: (?:can't|not enough)",
         "Host memory could not be allocated.",
@@ -280,7 +274,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "duplicate-gpu",
-        _CAUSE,
+        Role.CAUSE,
         r"Duplicate GPU detected",
         "Two ranks use the same GPU.",
         "Give each rank its own: torch.cuda.set_device(LOCAL_RANK) before the first "
@@ -288,14 +282,14 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "version",
-        _CAUSE,
+        Role.CAUSE,
         r"Mismatched NCCL version|version mismatch with remote",
         "Ranks run different versions of NCCL and cannot form a communicator.",
         "Use the same image, or the same torch and NCCL, on all nodes.",
     ),
     _rule(
         "mismatch",
-        _CAUSE,
+        Role.CAUSE,
         r"[Cc]ollective mismatch|Mismatched collective|NCCL WARN .*[Mm]essage truncated"
         r"|receiv(?:ed|ing) \d+ bytes instead of|Detected mismatch between collectives",
         "NCCL itself saw ranks issue different collectives or sizes, or differ in settings.",
@@ -304,7 +298,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "no-algorithm",
-        _CAUSE,
+        Role.CAUSE,
         r"[Nn]o algorithm/protocol",
         "NCCL has no algorithm and protocol for a call: NCCL_ALGO or NCCL_PROTO excludes all "
         "that the function has.",
@@ -312,7 +306,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "nvls",
-        _CAUSE,
+        Role.CAUSE,
         r"NVLink SHARP \(NVLS\)|bind NVLS|NVLS.*[Mm]ulticast.*(?:fail|error)"
         r"|nvls\.cc:\d+ NCCL WARN .*(?:[Ff]ail|rror)",
         "NVLink multicast memory could not be set up: the Fabric Manager or an NVSwitch is in "
@@ -321,7 +315,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "fabric-manager",
-        _CAUSE,
+        Role.CAUSE,
         r"system not yet initialized|(?i:cuda|hip|driver).{0,40}(?:failure|error)[ :=]+802\b",
         "The GPUs are not initialized (CUDA error 802): the Fabric Manager does not run or has "
         "another version than the driver.",
@@ -329,14 +323,14 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "p2p",
-        _CAUSE,
+        Role.CAUSE,
         r"P2P is disabled between NVLINK",
         "Two GPUs joined by NVLink refuse peer access: likely a hardware fault.",
         "Look at nvidia-smi nvlink -s and at dmesg.",
     ),
     _rule(
         "peer-access",
-        _CAUSE,
+        Role.CAUSE,
         r"peer access is not supported|to open CUDA IPC handle|IpcOpenMemHandle|IpcGetMemHandle"
         r"|ncclP2pImportShareableBuffer|cuMemImportFromShareableHandle"
         r"|p2p\.cc:\d+ NCCL WARN (?:Cuda|HIP) failure",
@@ -346,7 +340,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "no-interface",
-        _CAUSE,
+        Role.CAUSE,
         r"no socket interface found|No usable listening interface|No IP interface found"
         r"|is neither AF_INET\(?2?\)? nor AF_INET6",
         "No network interface fits NCCL_SOCKET_IFNAME.",
@@ -355,7 +349,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "driver",
-        _CAUSE,
+        Role.CAUSE,
         r"driver version is insufficient|not supported in the installed CUDA driver"
         r"|no kernel image is available|forward compatibility was attempted",
         "The driver or the GPU does not fit the CUDA version of the libraries.",
@@ -363,7 +357,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "no-gpu",
-        _CAUSE,
+        Role.CAUSE,
         r"no (?:CUDA|ROCm)-capable device|No (?:CUDA|HIP) GPUs are available"
         r"|invalid device ordinal|Invalid rank requested",
         "A rank found no GPU, or asked for one that is not visible.",
@@ -371,7 +365,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "imex",
-        _CAUSE,
+        Role.CAUSE,
         # NCCL's mnnvl.cc.
         r"MNNVL .*not (?:working|supported)|nvidia-caps-imex-channels|IMEX (?:channel|daemon).*"
         r"(?:fail|not|rror)",
@@ -382,7 +376,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "topology-file",
-        _CAUSE,
+        Role.CAUSE,
         # NCCL's graph/xml.h and xml.cc.
         r"Attribute \S+ of node \S+ not found|XML (?:parse|[Ii]mport|Topology).*"
         r"(?:rror|nexpected|nvalid|xceed)|Could not open XML (?:topology )?file",
@@ -391,7 +385,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "device-missing",
-        _CAUSE,
+        Role.CAUSE,
         r"/dev/(?:infiniband|nvidia(?!-caps)|dri|kfd)\S*.*(?:No such (?:file|device)"
         r"|not found|Permission denied|Operation not permitted)"
         r"|failed to open /dev/(?:infiniband|nvidia)",
@@ -401,7 +395,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "ib-connect",
-        _CAUSE,
+        Role.CAUSE,
         r"ibv_modify_qp",
         "Two adapters could not be connected: they do not reach each other (wrong GID index, "
         "VLAN or rail), or the port is down.",
@@ -409,14 +403,14 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "ib-event",
-        _CAUSE,
+        Role.CAUSE,
         r"[Gg]ot async event|async fatal event",
         "An InfiniBand adapter reported an event: its port, link or queue failed.",
         "Look at the link and cable of the adapter (ibstat, dmesg, error counters).",
     ),
     _rule(
         "plugin",
-        _CAUSE,
+        Role.CAUSE,
         r"(?:NCCL WARN|WARN:.*) NET/OFI .*(?:[Ff]ail|[Cc]ouldn't|[Uu]nable|rror"
         r"|No eligible providers)"
         r"|WARN.*[Ff]ailed to initialize (?:any )?NET",
@@ -426,14 +420,14 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "assert",
-        _CAUSE,
+        Role.CAUSE,
         r"device-side assert|Assertion [`'].*['`] failed|HSA_STATUS_ERROR_EXCEPTION",
         "A kernel of the job failed an assertion, often an index out of bounds.",
         "Run again with CUDA_LAUNCH_BLOCKING=1 to see the operator that fails.",
     ),
     _rule(
         "assertion",
-        _CAUSE,
+        Role.CAUSE,
         # MPICH's own form, and assert() of C.
         r"Assertion failed in file|: Assertion `.{1,200}' failed|^Assertion failed: ",
         "An assertion of the program or of a library failed.",
@@ -441,7 +435,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "illegal-access",
-        _CAUSE,
+        Role.CAUSE,
         r"illegal memory access|illegal instruction was|misaligned address|hipErrorIllegal"
         r"|Memory access fault by GPU",
         "A kernel of the job read or wrote memory that is not its own.",
@@ -449,7 +443,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "rendezvous",
-        _VAGUE,
+        Role.VAGUE,
         r"client socket has (?:timed out|failed)|DistNetworkError|RendezvousConnectionError"
         r"|RendezvousTimeoutError",
         "The ranks did not find each other at the rendezvous (MASTER_ADDR and MASTER_PORT).",
@@ -457,7 +451,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "rendezvous",
-        _VAGUE,
+        Role.VAGUE,
         r"EADDRINUSE|[Aa]ddress already in use",
         "A port is in use already, by an earlier job or another service.",
         "End the earlier job, or choose another port (MASTER_PORT, if it is the rendezvous').",
@@ -465,7 +459,7 @@ FAILURES: tuple[FailureRule, ...] = (
     # Errors that do not say their cause.
     _rule(
         "ib-retry",
-        _VAGUE,
+        Role.VAGUE,
         r"Got completion .*(?:status=12\b|error 12\b|\(12\))",
         "InfiniBand gave up after retries (status 12): the other end died, a link flaps, or "
         "NCCL_IB_TIMEOUT is too short.",
@@ -473,14 +467,14 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "ib",
-        _VAGUE,
+        Role.VAGUE,
         r"Got completion .*(?:status|error)",
         "An InfiniBand operation failed; the status in the line says how.",
         "Look for an earlier failure of the peer, then at the two adapters.",
     ),
     _rule(
         "connect",
-        _VAGUE,
+        Role.VAGUE,
         _NO_WEB
         + r"(?:(?:NCCL WARN|[Ss]ocket|gloo|UCX|[Cc]onnect(?:FullMesh|\(\)| to \S*[:<]\d)"
         r"|[Ee]rrno|Error\b).*(?:refused|timed out|[Nn]o route|unreachable|connection abort)"
@@ -490,7 +484,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "cuda",
-        _VAGUE,
+        Role.VAGUE,
         r"Cuda failure|HIP failure|(?:CUDA|HIP|Triton) [Ee]rror|CUDNN_STATUS_|CUBLAS_STATUS_"
         r"|Test CUDA failure|ncclUnhandledCudaError|unspecified launch failure",
         "A call of the GPU's runtime failed.",
@@ -498,7 +492,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "nccl",
-        _VAGUE,
+        Role.VAGUE,
         r"NCCL error(?: in|:)|NCCL Error \d|Test NCCL failure|ncclSystemError|ncclInternalError"
         r"|ncclInvalidUsage|unhandled system error|encountered a fatal error",
         "A call of NCCL failed.",
@@ -506,7 +500,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "mpi",
-        _VAGUE,
+        Role.VAGUE,
         r"MPI_ERRORS_ARE_FATAL|MPI_ERRORS_ABORT|^Fatal error in (?:P?MPI|internal_)\w+:",
         "MPI ended the job after an error of one of its calls.",
         "Look at the lines before it: they name the call and the process.",
@@ -533,7 +527,7 @@ FAILURES: tuple[FailureRule, ...] = (
     # Waits.
     _rule(
         "store-wait",
-        _WAIT,
+        Role.WAIT,
         r"store->get.*[Tt]imeout|Timeout waiting for key|DistStoreError|wait timeout after"
         r"|Timed out waiting \d+ms for",
         "A rank waited in vain for another one to register: that one did not start, is "
@@ -543,21 +537,21 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "test-timeout",
-        _WAIT,
+        Role.WAIT,
         r"Test timeout \(\d+s\)",
         "nccl-tests waited in vain for a collective to end, until its own time limit (-T).",
         "Look for a rank that failed or is missing, then at the network between the ranks.",
     ),
     _rule(
         "timeout-elsewhere",
-        _WAIT,
+        Role.WAIT,
         r"dump signal due to a collective timeout from\s+(?:this local rank|rank \d+)",
         "A collective timed out on another rank, which asked for the flight-recorder dumps.",
         "Read the output of the rank that the line names.",
     ),
     _rule(
         "heartbeat",
-        _WAIT,
+        Role.WAIT,
         r"watchdog got stuck for|Heartbeat monitor timed out|detected no heartbeat",
         "The watchdog thread of a rank hung in a call of CUDA or NCCL, and its process was "
         "ended.",
@@ -599,13 +593,13 @@ SIGNALS: dict[int, tuple[str, Role, str, str]] = {
     ),
     6: (
         "failure-abort",
-        _VAGUE,
+        Role.VAGUE,
         "aborted (SIGABRT)",
         "The line before says why: an uncaught C++ exception or a watchdog.",
     ),
     15: (
         "failure-stopped",
-        _CONSEQUENCE,
+        Role.CONSEQUENCE,
         "was told to stop (SIGTERM)",
         "Look at the first failure of the job.",
     ),

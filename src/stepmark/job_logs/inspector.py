@@ -19,6 +19,7 @@ from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.json_text import as_object
 from stepmark.ground.read_text import open_binary
 from stepmark.ground.units import ranks_text
 from stepmark.model.collectives import FACTS, Collective, collective_named
@@ -142,8 +143,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 def _communicator(record: Mapping[str, Any], file: str) -> _Communicator:
     header = record["header"]
-    metadata = record.get("metadata")
-    process: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
+    process = as_object(record.get("metadata"))
     num_ranks = _integer(header.get("n_ranks"))
     return _Communicator(
         id=str(header.get("id") or "")[:60],

@@ -13,8 +13,7 @@ from stepmark.findings.log_facts import (
     Transport,
 )
 from stepmark.ground.reading import Table
-from stepmark.ground.units import GB, format_bytes, format_time, plural
-from stepmark.job_logs.nccl_log.network_rules import comma_list
+from stepmark.ground.units import GB, comma_list, format_bytes, format_time, plural
 from stepmark.model.collectives import Collective
 from stepmark.tables.columns import Row
 from stepmark.tables.row_tables import LEAD
@@ -259,8 +258,9 @@ def _call_lines(table: Table) -> list[str]:
     for reading in table.readings:
         if reading.num_calls is None or reading.time_s is None:
             continue
-        calls = "1 call" if reading.num_calls == 1 else f"{reading.num_calls} calls"
-        start = lines.get(reading.label, f"{reading.label}: {calls}")
+        start = lines.get(
+            reading.label, f"{reading.label}: {plural(reading.num_calls, 'call')}"
+        )
         lines[reading.label] = f"{start}, {reading.column} {format_time(reading.time_s)}"
     return list(lines.values())
 

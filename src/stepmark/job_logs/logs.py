@@ -17,7 +17,7 @@ from stepmark.ground.files import write_text
 from stepmark.ground.garbage import no_collection
 from stepmark.ground.options import dashed, plain
 from stepmark.ground.reading import Table
-from stepmark.ground.units import format_bytes, format_time, plural
+from stepmark.ground.units import comma_list, format_bytes, format_time, plural
 from stepmark.ground.waiting import Waiting
 from stepmark.job_logs import log_summary
 from stepmark.job_logs.answers import DAMAGE, Answer, JobState, answer_of, as_ended
@@ -160,8 +160,7 @@ def _one_finding(finding: Finding, label: str, indent: str) -> Iterator[str]:
 
 def files_text(source: Source) -> str:
     """Return the files of a source in a few words."""
-    first = source.files[0]
-    return first if len(source.files) == 1 else f"{first} and {len(source.files) - 1} more"
+    return comma_list(source.files, 1)
 
 
 TableFindings = tuple[Table, tuple[Finding, ...]]

@@ -15,6 +15,7 @@ from typing import Any
 from stepmark.findings.finding import Evidence
 from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.json_text import as_object
 from stepmark.job_logs.job_output.lines import split_tag, whole_lines
 
 _MAX_FOREIGN = 100  # lines of other programs in a row, inside a report
@@ -371,7 +372,7 @@ def _json_reports(text: str, file: str) -> Iterator[RasReport]:
         position = start
         try:
             json_text.check_depth(text[start:end])
-            document = _dict(json.JSONDecoder().raw_decode(text[start:end])[0])
+            document = as_object(json.JSONDecoder().raw_decode(text[start:end])[0])
         except ValueError:
             document = {}
         evidence = Evidence(
@@ -396,7 +397,7 @@ def _json_report(document: Mapping[str, Any], text: str, start: Evidence) -> Ras
         report.groups.append(group)
         report.statements += statements
         report.is_whole &= _is_json_whole(fields)
-    if count := _integer(_dict(document.get("ras")).get("timeouts_count")):
+    if count := _integer(as_object(document.get("ras")).get("timeouts_count")):
         side = RasSide(value="TIMEOUT", count=count, evidence=start)
         report.statements.append(
             RasStatement(kind="TIMEOUT", subject="data", evidence=start, sides=[side])
@@ -412,7 +413,7 @@ def _json_communicator(
         lambda: defaultdict(list)
     )
     for entry in _dicts(fields.get("missing_ranks")):
-        status = _dict(entry.get("status"))
+        status = as_object(entry.get("status"))
         is_dead = status.get("considered_dead") is True
         if status.get("unresponsive") is False and not is_dead:
             members["MISMATCH", "status"]["NOCOMM"].append(_json_process(entry))
@@ -456,7 +457,7 @@ def _json_communicator(
 
 def _conditions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str, int | str]]:
     """Yield (kind, subject, value) of a rank with data, by the rules of the text format."""
-    status = _dict(entry.get("status"))
+    status = as_object(entry.get("status"))
     state = _integer(status.get("init_state"))
     if status.get("abort_flag"):
         yield "MISMATCH", "status", "ABORT"
@@ -470,7 +471,7 @@ def _conditions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str, int | str]
     ):
         if code not in (None, 0, 7):
             yield "ERROR", subject, _RESULTS.get(code, f"error {code}")
-    for name, value in _dict(entry.get("collective_counts")).items():
+    for name, value in as_object(entry.get("collective_counts")).items():
         if (count := _integer(value)) is not None:
             yield "MISMATCH", name, count
 
@@ -483,7 +484,9 @@ def _is_json_whole(fields: Mapping[str, Any]) -> bool:
     """
     ranks = _dicts(fields.get("ranks"))
     missing = _dicts(fields.get("missing_ranks"))
-    has_all = all(_dict(e.get("status")) and _dict(e.get("collective_counts")) for e in ranks)
+    has_all = all(
+        as_object(e.get("status")) and as_object(e.get("collective_counts")) for e in ranks
+    )
     return has_all and len(ranks) + len(missing) == fields.get("size")
 
 
@@ -504,10 +507,6 @@ def _integer(value: object) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64:
         return value
     return None
-
-
-def _dict(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _dicts(value: object) -> list[Mapping[str, Any]]:

@@ -27,7 +27,7 @@ from stepmark.ground.files import write_text
 from stepmark.ground.options import argv, dashed, plain
 from stepmark.ground.packages import require
 from stepmark.ground.signals import catching
-from stepmark.ground.units import MIB, plural
+from stepmark.ground.units import MIB, comma_list, plural
 from stepmark.measuring import child, job
 from stepmark.measuring.delivery import make_folder, write_files
 from stepmark.measuring.machine import Machine
@@ -346,8 +346,7 @@ def _remarks(checks: Sequence[NodeCheck]) -> list[str]:
                 places.setdefault(remark.text, []).append(remark.where)
         lines += ["", f"{title.replace('_', ' ')}:"] if places else []
         for what, where in places.items():
-            more = f" and {len(where) - 4} more" if len(where) > 4 else ""
-            lines.append(f"  {what} ({', '.join(where[:4])}{more})")
+            lines.append(f"  {what} ({comma_list(where, 4)})")
     return lines
 
 

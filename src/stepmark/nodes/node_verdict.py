@@ -14,7 +14,7 @@ from stepmark.ground import verdicts
 from stepmark.ground.grouping import group_by
 from stepmark.ground.launches import Row, Sample
 from stepmark.ground.ratio import Ratio
-from stepmark.job_logs.nccl_log.network_rules import comma_list
+from stepmark.ground.units import comma_list
 from stepmark.nodes.node_check import UNITS, Figure, NodeCheck, host_of
 
 # Share of the data sheet's peak that a working device exceeds, by family. Sustained bf16
@@ -46,10 +46,6 @@ class Outcome(StrEnum):
 
 
 _BAD = (Outcome.SLOW, Outcome.FAILED)
-
-
-def gravest(outcomes: Iterable[Outcome]) -> Outcome:
-    return max(outcomes, key=list(Outcome).index, default=Outcome.CANNOT_TELL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +139,11 @@ def judge(
         nodes=tuple(
             NodeVerdict(
                 host=host,
-                outcome=gravest(reason.outcome for reason in reasons[host]),
+                outcome=max(
+                    (reason.outcome for reason in reasons[host]),
+                    key=list(Outcome).index,
+                    default=Outcome.CANNOT_TELL,
+                ),
                 num_devices=counts.get(host, 0),
                 reasons=_texts(reasons[host]),
             )
@@ -283,26 +283,11 @@ def _judge_figure(
     if ratio is None:
         reason = "too few others to compare with"
         return FigureVerdict(figure=figure, outcome=Outcome.CANNOT_TELL, reason=reason)
-    reference = other or "the others' median"
     low = ratio.low
     high = ratio.high
     if len(set(figure.values)) == 1:  # equal values prove nothing, whatever those of others
         low = high = None
-    if low is None or high is None:
-        reason = "equal values" if len(figure.values) > 1 else "one launch"
-        outcome = Outcome.CANNOT_TELL
-    elif high < 1 - floor:
-        reason = f"{ratio.speed:.3f} of {reference}"
-        outcome = Outcome.SLOW
-    elif low >= 1 - floor:
-        reason = ""
-        outcome = Outcome.HEALTHY
-    elif is_too_wide(low, high):
-        reason = f"{TOO_FEW} ({len(figure.values)})"
-        outcome = Outcome.CANNOT_TELL
-    else:
-        reason = f"{low:.3f} to {high:.3f} of {reference}"
-        outcome = Outcome.CANNOT_TELL
+    outcome, reason = _compared(figure, ratio.speed, (low, high), floor, other)
     if outcome is Outcome.HEALTHY and other and len(figure.where) == 2:
         share = value / figure.peak if figure.peak else None
         if share is None or share < LEAST_OF_PORT:
@@ -318,6 +303,27 @@ def _judge_figure(
         low=low,
         high=high,
     )
+
+
+def _compared(
+    figure: Figure,
+    speed: float,
+    interval: tuple[float | None, float | None],
+    floor: float,
+    other: str,
+) -> tuple[Outcome, str]:
+    """Return the outcome by the speed over the others' and its interval, and the reason."""
+    low, high = interval
+    reference = other or "the others' median"
+    if low is None or high is None:
+        return Outcome.CANNOT_TELL, "equal values" if len(figure.values) > 1 else "one launch"
+    if high < 1 - floor:
+        return Outcome.SLOW, f"{speed:.3f} of {reference}"
+    if low >= 1 - floor:
+        return Outcome.HEALTHY, ""
+    if is_too_wide(low, high):
+        return Outcome.CANNOT_TELL, f"{TOO_FEW} ({len(figure.values)})"
+    return Outcome.CANNOT_TELL, f"{low:.3f} to {high:.3f} of {reference}"
 
 
 def is_too_wide(low: float, high: float) -> bool:

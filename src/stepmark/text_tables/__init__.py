@@ -19,7 +19,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.garbage import no_collection
 from stepmark.ground.read_text import lines_of, read_text
 from stepmark.ground.reading import MEASUREMENT, Table
-from stepmark.ground.units import format_bytes
+from stepmark.ground.units import comma_list, format_bytes
 from stepmark.text_tables import (
     benchmark_text,
     nccl_json,
@@ -103,8 +103,7 @@ def repeat_notes(table: Table) -> tuple[str, ...]:
         for reading in table.readings
         if counts[reading.measurement] > 1
     }
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    sizes = ", ".join(list(names)[:3]) + more
+    sizes = comma_list(names, 3)
     return (f"repeats: the table has {sizes} up to {max(counts.values())} times",)
 
 

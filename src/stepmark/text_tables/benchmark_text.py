@@ -80,11 +80,9 @@ def read(text: str, lines: Sequence[str], file: str) -> tuple[list[Table], list[
     stops = [
         StoppedOutput(
             tool=_STOPPED_NAMES.get(section.table.tool, section.table.tool),
-            collective=section.table.collective,
             first_line=section.table.first_line,
             header_line=section.header_line,
             last_line=section.last_line or section.header_line,
-            num_ranks=section.table.num_ranks,
             unread=NO_ROW_FITS if section.last_line else "",
         )
         for section in sections

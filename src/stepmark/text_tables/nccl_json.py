@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 from stepmark.ground import json_text
+from stepmark.ground.json_text import as_object
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.ground.units import GB
 from stepmark.model.collectives import collective_named
@@ -48,14 +49,12 @@ def read(text: str, file: str) -> tuple[list[Table], list[StoppedOutput]]:
 
 def _stop(document: JsonObject, tables: Sequence[Table], line: int) -> StoppedOutput:
     """Return the stop of a document that was never closed, or has no result."""
-    config = _object(document.get("config"))
-    sizes = [_int(config.get(key)) for key in ("minimum_bytes", "maximum_bytes")]
-    factor = _int(config.get("step_factor"))
-    step = _int(config.get("step_bytes"))
-    first, last = sizes
+    config = as_object(document.get("config"))
+    keys = ("minimum_bytes", "maximum_bytes", "step_factor", "step_bytes")
+    first, last, factor, step_bytes = (_int(config.get(key)) for key in keys)
+    step = factor or step_bytes
     sweep = None
-    if first is not None and last is not None and (factor or step):
-        step = factor or step or 0
+    if first is not None and last is not None and step:
         sweep = Sweep(min_bytes=first, max_bytes=last, step=step, is_factor=bool(factor))
     rows = dict.fromkeys(
         (reading.size_bytes, reading.dtype, reading.redop, reading.root, reading.cycle)
@@ -64,12 +63,9 @@ def _stop(document: JsonObject, tables: Sequence[Table], line: int) -> StoppedOu
     )
     return StoppedOutput(
         tool="nccl-tests",
-        collective=tables[0].collective if tables else "",
         first_line=line,
         header_line=line,
         last_line=line,
-        sweep=sweep,
-        num_ranks=_num_ranks(config)[0],
         num_rows=len(rows),
         num_sizes=sweep.num_sizes if sweep else None,
         last_size_bytes=list(rows)[-1][0] if rows else None,
@@ -143,7 +139,7 @@ def _table(
     line: int,
     note: str,
 ) -> Table:
-    config = _object(document.get("config"))
+    config = as_object(document.get("config"))
     args = [str(arg) for arg in _list(document.get("args"))]
     readings = tuple(_readings(results, line))
     collective, collective_from = _collective(args, name, file, readings)
@@ -152,11 +148,11 @@ def _table(
         num_ranks, num_ranks_from = printed_figures.num_ranks_of(readings, collective)
     is_split = " of group " in num_ranks_from
     num_hosts, device = nccl_lines.hosts_and_device([] if is_split else _gpus(config))
-    stepmark = _object(document.get("stepmark"))
+    stepmark = as_object(document.get("stepmark"))
     tool = "rccl-tests" if args and "rccl" in args[0] else "nccl-tests"
     tool = "stepmark" if stepmark else tool
     is_enqueue_time = any(
-        "cpu_time" in _object(result.get("out_of_place")) for result in results
+        "cpu_time" in as_object(result.get("out_of_place")) for result in results
     )
     notes = [note] if note else []
     if not collective:
@@ -206,14 +202,14 @@ def _gpus(config: JsonObject) -> list[tuple[str, str, str]]:
             str(device.get("device_hex") or device.get("device")),
             str(device.get("device_info") or ""),
         )
-        for device in map(_object, _list(config.get("devices")))
+        for device in map(as_object, _list(config.get("devices")))
         if device.get("hostname")
     ]
 
 
 def _num_ranks(config: JsonObject) -> tuple[int | None, str]:
     """Return processes x threads x GPUs of a thread, of rank 0's group, and how it is known."""
-    devices = [_object(device) for device in _list(config.get("devices"))]
+    devices = [as_object(device) for device in _list(config.get("devices"))]
     each = (_int(config.get("nthreads")) or 1) * (_int(config.get("ngpus")) or 1)
     if not devices:
         return None, ""
@@ -246,7 +242,7 @@ def _readings(results: Sequence[JsonObject], line: int) -> Iterator[Reading]:
         cycle = counts.get(kind, 0) if size else 0
         counts[kind] = cycle + 1
         for key, placement in _PLACEMENTS:
-            figures = _object(result.get(key))
+            figures = as_object(result.get(key))
             names = ("time", "alg_bw", "bus_bw")
             time, algbw, busbw = (_float(figures.get(name)) for name in names)
             if time is algbw is busbw is None:
@@ -266,7 +262,7 @@ def _readings(results: Sequence[JsonObject], line: int) -> Iterator[Reading]:
                 rate=busbw_si if "cpu_time" in figures else None,
                 num_wrong=_int(figures.get("nwrong")),
                 cycle=cycle,
-                samples_s=_samples(_object(result.get(f"{key}_per_iter"))),
+                samples_s=_samples(as_object(result.get(f"{key}_per_iter"))),
             )
 
 
@@ -275,10 +271,6 @@ def _samples(per_iteration: JsonObject) -> tuple[float, ...]:
     times = [_float(time) for time in _list(per_iteration.get("times_us"))]
     skipped = max(0, _int(per_iteration.get("skipped_iterations")) or 0)
     return tuple(time * 1e-6 for time in times[skipped:] if time is not None and time > 0)
-
-
-def _object(value: object) -> JsonObject:
-    return value if isinstance(value, dict) else {}
 
 
 def _list(value: object) -> list[object]:

@@ -277,9 +277,12 @@ def method_text(tool: str, words: list[str], per_group: int, *, is_enqueue_time:
 
 
 def sweep_of(facts: OutputFacts) -> Sweep | None:
-    """Return the sizes that the parameter line asks for; None where it does not say."""
+    """Return the sizes that the parameter line asks for; None where it does not say.
+
+    stepmark may measure others than its line has.
+    """
     match = _SWEEP.search(facts.parameters)
-    if not match:
+    if not match or facts.tool == "stepmark":
         return None
     last = int(match["last"])
     return Sweep(

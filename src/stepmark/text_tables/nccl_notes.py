@@ -52,7 +52,7 @@ def rows_of_sweep(rows: Sequence[Row], cycles: Sequence[int], facts: OutputFacts
     """Return a note if sweeps have fewer or more rows than the parameters ask for."""
     sweep = nccl_lines.sweep_of(facts)
     num_sizes = sweep.num_sizes if sweep else None
-    if not num_sizes or facts.tool == "stepmark":
+    if not num_sizes:
         return []
     sweeps: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for row, cycle in zip(rows, cycles, strict=True):

@@ -176,7 +176,7 @@ class OutputsReader:
             output.command_line = self.command_line
             self.collective = self.collective if output.facts.parameters else ""
         output.rows.append(row)
-        if len(row.cells) < (output.stated_width or output.width):
+        if len(row.cells) < output.width:
             self.incomplete[tag] = row.line + _MAX_LINES_WITHIN_ROW
         elif self.incomplete:
             self.incomplete.pop(tag, None)

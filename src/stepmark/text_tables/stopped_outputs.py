@@ -22,14 +22,10 @@ class StoppedOutput:
     """One output that stops or cannot be read, with what it asked for. None: unknown."""
 
     tool: str
-    collective: str = ""  # "" unknown
     first_line: int  # of the file, from 1
     first_text: str = ""  # of that line
     header_line: int | None  # of the column headings; None: it stops before them
     last_line: int  # of its last complete row, else of a torn one, of its header, its beginning
-    parameters: str = ""  # the parameter line, or ""
-    sweep: Sweep | None = None  # the sizes that it asks for
-    num_ranks: int | None = None  # by the rank lines
     num_rows: int = 0  # complete rows of the last sweep
     num_sizes: int | None = None  # rows of a complete sweep
     last_size_bytes: int | None = None  # of the last complete row
@@ -72,7 +68,7 @@ def stops_of(outputs: Iterable[Output]) -> list[StoppedOutput]:
 
 def _stop(output: Output) -> StoppedOutput | None:
     facts = output.facts
-    sweep = nccl_lines.sweep_of(facts) if facts.tool != "stepmark" else None
+    sweep = nccl_lines.sweep_of(facts)
     num_sizes = sweep.num_sizes if sweep else None
     width = output.stated_width or max((len(row.cells) for row in output.rows), default=0)
     complete = [row for row in output.rows if len(row.cells) >= width > 0]
@@ -85,17 +81,12 @@ def _stop(output: Output) -> StoppedOutput | None:
     last_row = (complete or output.rows)[-1:]
     has_only_others = output.has_other_rows and not output.rows
     last_line = output.header_line or output.first_line
-    groups = dict(facts.ranks)
     return StoppedOutput(
         tool=nccl_lines.tool_of(facts, ""),
-        collective=facts.collective or output.collective,
         first_line=output.first_line,
         first_text=output.first_text,
         header_line=output.header_line or None,
         last_line=last_row[0].last_line if last_row else last_line,
-        parameters=facts.parameters,
-        sweep=sweep,
-        num_ranks=max(groups) + 1 if groups else None,
         num_rows=num_rows,
         num_sizes=num_sizes,
         last_size_bytes=complete[-1].size if complete else None,

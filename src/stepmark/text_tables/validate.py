@@ -27,7 +27,7 @@ from operator import attrgetter
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.ground.garbage import no_collection
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
-from stepmark.ground.units import GB, format_bytes, format_time
+from stepmark.ground.units import GB, format_bytes, format_time, plural
 from stepmark.model.collectives import FACTS, Collective, Parts, busbw_factor
 from stepmark.text_tables import printed_figures
 from stepmark.text_tables.nccl_notes import NOT_VALID, OUT_OF_BOUNDS, ROWS_MISSING
@@ -82,11 +82,10 @@ def _finding(
         Evidence(file=table.file, line=reading.line, text=words)
         for reading, words in measurements[:_MAX_EVIDENCE]
     )
-    number = f"{len(measurements)} measurement{'s' if len(measurements) > 1 else ''}"
     return Finding(
         rule=rule,
         severity=severity,
-        text=text.format(number),
+        text=text.format(plural(len(measurements), "measurement")),
         evidence=evidence,
         count=len(measurements),
     )

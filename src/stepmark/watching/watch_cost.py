@@ -6,7 +6,7 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
-from stepmark.ground.units import format_time, ranks_text
+from stepmark.ground.units import format_time, plural, ranks_text
 from stepmark.tables.columns import RATIO, Row, given, number
 from stepmark.tables.table import Table
 
@@ -153,14 +153,13 @@ def job_lines(ranks: Sequence[WatchedRank], exit_code: int = 0) -> Iterator[str]
         )
     elif not timed:
         why = dict.fromkeys(rank.reason or "no step" for rank in ranks)
-        count = f"{len(ranks)} process{'es' * (len(ranks) > 1)}"
+        count = plural(len(ranks), "process")
         yield f"{count} with torch, none with steps: {'; '.join(why)}"
     else:
         size = max(rank.world_size or 1 for rank in timed)
-        hosts = len({rank.host for rank in timed})
+        hosts = plural(len({rank.host for rank in timed}), "host")
         facts = dict.fromkeys(f"torch {rank.torch} on {rank.device}" for rank in timed)
-        plural = "" if size == 1 else "s"
-        yield f"{size} rank{plural} on {hosts} host{'s' * (hosts > 1)}; {', '.join(facts)}"
+        yield f"{plural(size, 'rank')} on {hosts}; {', '.join(facts)}"
         silent = set(range(size)) - {rank.rank for rank in timed}
         if silent:
             yield f"no step was seen of {ranks_text(silent)}"

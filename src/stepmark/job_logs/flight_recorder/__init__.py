@@ -26,7 +26,6 @@ from stepmark.job_logs.flight_recorder.operations import (
     Group,
     Operation,
     Shapes,
-    Status,
     parse_integer,
 )
 
@@ -103,7 +102,7 @@ def parse(data: bytes, file: str, rank: int | None = None) -> Dump:
         version=str(document.get("version", ""))[:40],
         nccl=str(document.get("comm_lib_version") or "")[:40],
         groups=groups,
-        status=_status(document.get("pg_status"), ids, groups),
+        watchdog_completed=_watchdog_completed(document.get("pg_status"), ids, groups),
         operations=tuple(_with_group_state(operations)),
         backends=frozenset(str(e.get("profiling_name")).rpartition(":")[0] for e in entries),
         latest_ns=max((time for entry in entries for time in _times(entry)), default=None),
@@ -170,26 +169,22 @@ def _ranks(value: object) -> tuple[int, ...] | None:
     return tuple(sorted(set(valid))) if valid and len(valid) == len(ranks) else None
 
 
-def _status(
+def _watchdog_completed(
     value: object, ids: Mapping[int | None, Operation], groups: Mapping[str, Group]
-) -> dict[str, Status]:
-    """Return states by group name. The dump has pg_id, which only entries map to a name."""
+) -> dict[str, int]:
+    """Return numbers by group name. The dump has pg_id, which only entries map to a name."""
     if not isinstance(value, dict):
         return {}
-    states = {}
+    numbers = {}
     for key, fields in value.items():
         operation = ids.get(parse_integer(key))
         if not isinstance(fields, dict) or (operation is None and not groups):
             continue
         only_group = next(iter(groups)) if len(groups) == 1 else ""
-        enqueued, completed = (
-            number if number is None or number >= 0 else None
-            for word in ("enqueued", "completed")
-            for number in [parse_integer(fields.get(f"last_{word}_collective"))]
-        )
-        name = only_group if operation is None else operation.group
-        states[name] = Status(enqueued=enqueued, completed=completed)
-    return states
+        number = parse_integer(fields.get("last_completed_collective"))
+        if number is not None and number >= 0:
+            numbers[only_group if operation is None else operation.group] = number
+    return numbers
 
 
 def _operation(entry: object, index: int, file: str) -> Operation:

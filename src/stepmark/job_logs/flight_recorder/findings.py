@@ -57,7 +57,8 @@ def _limits(
             "recorded, so ranks may differ in them"
         )
     if limits:
-        yield _finding("fr-limits", f"not proven: {'; '.join(limits)}.", (), Severity.NOTE)
+        text = f"not proven: {'; '.join(limits)}."
+        yield Finding(rule="fr-limits", severity=Severity.NOTE, text=text)
 
 
 def _missing(groups: Sequence[GroupDumps]) -> Iterator[Finding]:
@@ -68,7 +69,9 @@ def _missing(groups: Sequence[GroupDumps]) -> Iterator[Finding]:
     if absent:
         count = f"{len(absent)} of {len(members)}"
         text = f"no dump of {ranks_text(absent)}, {count}: their progress is unknown"
-        yield _finding("fr-missing-dump", text, (), Severity.NOTE, len(absent))
+        yield Finding(
+            rule="fr-missing-dump", severity=Severity.NOTE, text=text, count=len(absent)
+        )
 
 
 def _lost(dumps: Sequence[Dump]) -> Iterator[Finding]:
@@ -80,11 +83,16 @@ def _lost(dumps: Sequence[Dump]) -> Iterator[Finding]:
         f"the ring buffer of {len(incomplete)} of {len(dumps)} dumps lost its beginning, up to "
         f"{most} operations: counts are not of the whole job (TORCH_FR_BUFFER_SIZE)"
     )
-    evidence = [
-        Evidence(file=dump.file, line=0, text=f"first record_id {dump.num_lost}")
-        for dump in incomplete[:3]
-    ]
-    yield _finding("fr-wrapped", text, evidence, Severity.WARNING, len(incomplete))
+    yield Finding(
+        rule="fr-wrapped",
+        severity=Severity.WARNING,
+        text=text,
+        evidence=tuple(
+            Evidence(file=dump.file, line=0, text=f"first record_id {dump.num_lost}")
+            for dump in incomplete[:3]
+        ),
+        count=len(incomplete),
+    )
 
 
 def _watchdog(dumps: Sequence[Dump]) -> Iterator[Finding]:
@@ -102,16 +110,21 @@ def _watchdog(dumps: Sequence[Dump]) -> Iterator[Finding]:
         "pg_status lags: its last completed collective is behind the states of the entries, "
         "which were looked up for the dump; stepmark uses the states"
     )
-    evidence = [
-        Evidence(
-            file=entry.file,
-            line=0,
-            text=f"last_completed_collective {entry.watchdog_completed}, state completed up to "
-            f"{entry.last_completed}",
-        )
-        for entry in behind[:3]
-    ]
-    yield _finding("fr-status-lags", text, evidence, Severity.NOTE, len(behind))
+    yield Finding(
+        rule="fr-status-lags",
+        severity=Severity.NOTE,
+        text=text,
+        evidence=tuple(
+            Evidence(
+                file=entry.file,
+                line=0,
+                text=f"last_completed_collective {entry.watchdog_completed}, state completed "
+                f"up to {entry.last_completed}",
+            )
+            for entry in behind[:3]
+        ),
+        count=len(behind),
+    )
 
 
 def _versions(dumps: Sequence[Dump]) -> Iterator[Finding]:
@@ -122,16 +135,9 @@ def _versions(dumps: Sequence[Dump]) -> Iterator[Finding]:
             Evidence(file=users[0].file, line=0, text=f"comm_lib_version {version}")
             for version, users in by_version.items()
         ]
-        yield _finding("fr-versions", text, evidence[:4], Severity.WARNING)
-
-
-def _finding(
-    rule: str,
-    text: str,
-    evidence: Sequence[Evidence],
-    severity: Severity = Severity.PROBLEM,
-    count: int = 1,
-) -> Finding:
-    return Finding(
-        rule=rule, severity=severity, text=text, evidence=tuple(evidence), count=count
-    )
+        yield Finding(
+            rule="fr-versions",
+            severity=Severity.WARNING,
+            text=text,
+            evidence=tuple(evidence[:4]),
+        )

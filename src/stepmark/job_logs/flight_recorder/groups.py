@@ -59,7 +59,6 @@ def progress(dumps: Sequence[Dump]) -> list[Progress]:
         for name in dict.fromkeys(op.group for op in dump.operations):
             operations = [op for op in dump.operations if op.group == name]
             steps = steps_of(dump, name)
-            status = dump.status.get(name)
             done = [number for number, step in steps.items() if is_done(step)]
             lines.append(
                 Progress(
@@ -69,7 +68,7 @@ def progress(dumps: Sequence[Dump]) -> list[Progress]:
                     first=min(steps, default=None),
                     last_enqueued=max(steps, default=None),
                     last_completed=max(done, default=None),
-                    watchdog_completed=status.completed if status else None,
+                    watchdog_completed=dump.watchdog_completed.get(name),
                     lost=dump.num_lost,
                     file=dump.file,
                 )

@@ -26,14 +26,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """State of a group as its watchdog recorded it, which lags behind the entries."""
-
-    enqueued: int | None
-    completed: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One entry. `sequence` counts collectives, or transfers of pairs, of its group."""
 
@@ -70,14 +62,18 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """One rank's file. `rank` is None where neither name nor content state it."""
+    """One rank's file. `rank` is None where neither name nor content state it.
+
+    watchdog_completed: by group the last collective that the watchdog recorded as completed,
+    which lags behind the entries.
+    """
 
     file: str
     rank: int | None
     version: str
     nccl: str
     groups: dict[str, Group]
-    status: dict[str, Status]
+    watchdog_completed: dict[str, int]
     operations: tuple[Operation, ...]
     backends: frozenset[str] = frozenset()
     latest_ns: int | None = None  # latest time in the file: the dump was written no earlier

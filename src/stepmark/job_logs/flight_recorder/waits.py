@@ -158,8 +158,7 @@ class _Builder:
             title = f"a {op.kind} of {shared.label}"
             return _call(shared, title, None, {rank: (op,)}, set(), others)
         _, pair, index = place
-        key = (*place,)
-        if key not in self._calls:
+        if place not in self._calls:
             steps: dict[int, Step] = {}
             absent = set[int]()
             unknown = set[int]()
@@ -172,8 +171,8 @@ class _Builder:
                     absent.add(end)
             ends = f"from rank {pair[0]} to rank {pair[1]}"
             title = f"transfer {index + 1} {ends} of {shared.label}"
-            self._calls[key] = _call(shared, title, None, steps, absent, unknown)
-        return self._calls[key]
+            self._calls[place] = _call(shared, title, None, steps, absent, unknown)
+        return self._calls[place]
 
 
 def _call(

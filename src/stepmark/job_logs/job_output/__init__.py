@@ -29,11 +29,9 @@ from stepmark.job_logs.failures import (
     LAUNCHER,
     PEER_CLOSED,
     SERVICE_THREAD,
+    TIMEOUT_ELSEWHERE,
     XIDS,
     classify,
-)
-from stepmark.job_logs.failures import (
-    TIMEOUT_ELSEWHERE as ELSEWHERE,
 )
 from stepmark.job_logs.job_output.exits import ProcessExits
 from stepmark.job_logs.job_output.lines import has_nccl_line, split_tag
@@ -421,8 +419,7 @@ class OutputReader:
 
     def _ended(self, body: str, rank: int | None, evidence: Evidence) -> bool:
         """Read that the job was ended from outside."""
-        match = _ENDED.search(body)
-        if match is None:
+        if not _ENDED.search(body):
             return False
         is_late = _TIME_LIMIT.search(body)
         text = "The job was ended from outside: by a person, the scheduler, or a time limit."
@@ -473,7 +470,9 @@ class OutputReader:
             rule = None
             if not _TEARDOWN.search(body):
                 return
-        is_teardown = _TEARDOWN.search(body) and rule is not None and rule.rule != ELSEWHERE
+        is_teardown = (
+            _TEARDOWN.search(body) and rule is not None and rule.rule != TIMEOUT_ELSEWHERE
+        )
         if rule is not None and not (rule.role >= Role.VAGUE and is_teardown):
             # A text that ends in a colon is followed by the line's own words.
             is_quoted = _RAISED.match(body) or rule.text.endswith(":")
@@ -549,7 +548,7 @@ class OutputReader:
             for one in self._without_caught()
         ]
         if self._watchdog.timeouts:  # they say it better
-            failures = [one for one in failures if one.rule != ELSEWHERE]
+            failures = [one for one in failures if one.rule != TIMEOUT_ELSEWHERE]
         visits = (FOREIGN, SERVICE_THREAD) if any(f.rule == FOREIGN for f in failures) else ()
         visited = {one.process for one in failures if one.rule in visits and one.process}
         failures = [

@@ -164,20 +164,7 @@ class ProcessExits:
 
 
 def _of_exit(exit_: _Exit, rank_of: Callable[[str], int | None]) -> Failure:
-    """Return the failure; its text is a predicate: the subject is the process."""
-    number = signal_of(exit_.code)
-    if number in SIGNALS:
-        rule, role, text, action = SIGNALS[number]
-    elif number is not None:
-        rule = "failure-signal"
-        role = Role.SIGNAL
-        text = f"ended on signal {number}"
-        action = "Look at the lines before it."
-    else:
-        rule = "failure-exit"
-        role = Role.VAGUE
-        text = f"ended with exit code {exit_.code}"
-        action = "Look for its traceback or last line; set TORCHELASTIC_ERROR_FILE to keep it."
+    rule, role, text, action = _meaning_of(exit_.code)
     if role is Role.CONSEQUENCE and exit_.is_first:
         role = Role.ENDED
     return Failure(
@@ -192,3 +179,15 @@ def _of_exit(exit_: _Exit, rank_of: Callable[[str], int | None]) -> Failure:
         evidence=exit_.evidence,
         detail=FIRST_FAILURE if exit_.is_first else "",
     )
+
+
+def _meaning_of(code: int) -> tuple[str, Role, str, str]:
+    """Return (rule, role, text, action); the text is a predicate of the process."""
+    number = signal_of(code)
+    if number in SIGNALS:
+        return SIGNALS[number]
+    if number is not None:
+        text = f"ended on signal {number}"
+        return "failure-signal", Role.SIGNAL, text, "Look at the lines before it."
+    action = "Look for its traceback or last line; set TORCHELASTIC_ERROR_FILE to keep it."
+    return "failure-exit", Role.VAGUE, f"ended with exit code {code}", action

@@ -31,7 +31,7 @@ _REPORT = re.compile(r"\] ?Rank (\d{1,8})\s*$")
 _STARTED_RANKS = re.compile(r"#(\d{1,12}) started ranks:\s*$")
 _STARTED = re.compile(r"^\s*\[([\d, \-]{1,400})\] started (\w{1,40})\s*$")
 _ABSENT = re.compile(
-    r"\[([\d, \-]{1,400})\] finished collective #\d+, but didn't join collective #(\d{1,12})"
+    r"\[([\d, \-]{1,400})\] finished collective #\d+, but didn't join collective #\d{1,12}"
     r"|ranks \[([\d, ]{1,400})\] are the lagging ranks that caused this timeout"
 )
 
@@ -46,7 +46,7 @@ class _TimedOut:
     call: str
     seconds: float
     evidence: Evidence
-    group: str | None = None
+    group: str = ""  # unknown
 
 
 @dataclass(slots=True)
@@ -88,13 +88,12 @@ class WatchdogLines:
         self._others_started(body, evidence)
         missing = _ABSENT.search(body)
         if missing and self._reporter is not None:
-            for absent in numbers_of(missing[1] or missing[3]):
+            for absent in numbers_of(missing[1] or missing[2]):
                 self.absent.append(
                     AbsentRank(
                         group="?",
                         rank=absent,
                         reporter=self._reporter,
-                        position=int(missing[2] or 0),
                         evidence=evidence,
                     )
                 )
@@ -155,7 +154,7 @@ class WatchdogLines:
         at, enqueued, completed = status.groups() if status else (None, "-1", "-1")
         own = self._by_rank.get((job_rank, group_rank), ())
         for timed_out in own if at is not None else timeouts:
-            if timed_out.group is None and at in (None, str(timed_out.number)):
+            if not timed_out.group and at in (None, str(timed_out.number)):
                 timed_out.group = name
         if at is not None:
             self.absent = [
@@ -183,13 +182,12 @@ class WatchdogLines:
         """Return the state of each group and rank, with the collective that timed out."""
         states = dict(self._progress)
         for timed_out in self.timeouts:
-            group = "" if timed_out.group is None else timed_out.group
-            key = (group, timed_out.rank)
+            key = (timed_out.group, timed_out.rank)
             state = states.get(key)
             if state is not None and state.waits_in is not None:
                 continue
             states[key] = GroupProgress(
-                group=group,
+                group=timed_out.group,
                 group_rank=timed_out.group_rank,
                 rank=timed_out.rank,
                 enqueued=state.enqueued if state else None,

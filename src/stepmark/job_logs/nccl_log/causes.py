@@ -12,13 +12,12 @@ from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Failure, LogFacts, Role
 from stepmark.findings.stalls import MISMATCH, MISSING
 from stepmark.ground.grouping import group_by
-from stepmark.ground.units import ranks_text
+from stepmark.ground.units import comma_list, ranks_text
 from stepmark.job_logs.failures import XIDS
 from stepmark.job_logs.job_output import GENERAL, REMARKS
 from stepmark.job_logs.job_output.exits import FIRST_FAILURE
-from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
+from stepmark.job_logs.nccl_log.network_rules import finding_of
 
-_PROBLEM = Severity.PROBLEM
 _MAX_HOSTS = 4  # that a text names
 # Findings of the log that are causes, and those that only show where ranks stopped.
 _CAUSES = frozenset({MISMATCH, "p2p-mismatch"})
@@ -69,17 +68,17 @@ def linked(
     failures = [(role, _with_hosts(facts, one)) for role, one in _failures(facts.failures)]
     stalls = [_with_hosts(facts, one) for one in stalls]
     ranked = [(role, place, finding) for place, (role, finding) in enumerate(failures)]
-    problems = [one for one in stalls if one.severity is _PROBLEM]
-    others += [one for one in stalls if one.severity is not _PROBLEM]
+    problems = [one for one in stalls if one.severity is Severity.PROBLEM]
+    others += [one for one in stalls if one.severity is not Severity.PROBLEM]
     ranked += [
         (Role.CAUSE if finding.rule in _CAUSES else Role.WAIT, -2, finding)
         for finding in problems
     ]
     for finding in others:
-        if finding.rule in _CAUSES and finding.severity is _PROBLEM:
+        if finding.rule in _CAUSES and finding.severity is Severity.PROBLEM:
             ranked.append((Role.CAUSE, -1, finding))
         elif finding.rule == "init-incomplete" and facts.has_failed:
-            problem = replace(finding, severity=_PROBLEM)
+            problem = replace(finding, severity=Severity.PROBLEM)
             ranked.append((Role.WAIT, -3 if _explains(facts, problems) else -1, problem))
     plain = [
         finding for finding in others if not any(finding.rule == f.rule for *_, f in ranked)
@@ -93,7 +92,7 @@ def linked(
     if warned is not None:
         words = warned.text.removeprefix("NCCL warns: ")
         text = f"A call of NCCL failed after this warning: {words}"
-        cause = replace(warned, rule="failure-warned", severity=_PROBLEM, text=text)
+        cause = replace(warned, rule="failure-warned", severity=Severity.PROBLEM, text=text)
         first = (ranked[0][0], -1, cause)
         return _tree(facts, [first, *ranked], [one for one in plain if one is not warned])
     if ranked[0][2].rule == "failure-nccl" and (facts.communicators or facts.networks):
@@ -191,15 +190,13 @@ def _finding(failures: Sequence[Failure]) -> Finding:
         text = f"{_subject(failures)} raised {first.detail.rstrip('.')}"
     elif first.text[:1].islower():
         text = f"{_subject(failures)} {first.text}"
-    elif first.text.endswith(":"):
-        text = f"{first.text} {first.detail.rstrip('.')}"
-        text += f" ({who})" if who else ""
     else:
-        text = first.text.rstrip(".")
+        detail = f" {first.detail}" if first.text.endswith(":") else ""
+        text = f"{first.text}{detail}".rstrip(".")
         text += f" ({who})" if who else ""
     text += f", at {first.place}" if first.place else ""
     lines = [first.evidence, *(one.evidence for one in failures if one is not first)]
-    finding = finding_of(first.rule, _PROBLEM, text + ".", lines)
+    finding = finding_of(first.rule, Severity.PROBLEM, text + ".", lines)
     chain: tuple[Finding, ...] = ()
     if first.place_evidence is not None:
         place = f"The exception was raised at {first.place}."

@@ -156,7 +156,6 @@ class LinkLines:
             StagedAdapter(
                 rank=end.rank,
                 device=end.device,
-                channels=lines.channels.total(),
                 evidence=lines.first.evidence(),
             )
             for end, lines in self.staged.items()
@@ -192,8 +191,8 @@ class Collector:
         self.p2p_disabled: SimilarTable = {}
         self.links: dict[tuple[int, Link], LinkLines] = {}
         self.direct: set[AdapterSide] = set()  # with GPUDirect RDMA
-        # By communicator, rank and device.
-        self.nics: dict[tuple[int, int, int], LinkLines] = {}
+        # The first line by communicator, rank and device.
+        self.nics: dict[tuple[int, int, int], LogMessage] = {}
         self.forget_counters: Callable[[str], None] = lambda process: None
         self.plugins: dict[Plugin, OccurrenceCounter] = {}
         self.interfaces: dict[Interface, OccurrenceCounter] = {}
@@ -343,12 +342,11 @@ class Collector:
             NicUse(
                 communicator=self.communicators.handles[index].key,
                 rank=rank,
-                host=lines.first.host,
+                host=first.host,
                 device=device,
-                channels=lines.channels,
-                evidence=lines.first.evidence(),
+                evidence=first.evidence(),
             )
-            for (index, rank, device), lines in self.nics.items()
+            for (index, rank, device), first in self.nics.items()
             if self.communicators.handles[index].process not in torn
         )
 
@@ -504,9 +502,7 @@ def histogram_of(
         for merged, keys in own.kinds(plain, has_both).items():
             number = merged & NUMBER
             call = calls.kinds[number]
-            total = own.totals[keys[0]]
-            if len(keys) > 1:
-                total = sum(own.totals[key] for key in keys)
+            total = sum(own.totals[key] for key in keys)
             call_bytes = bytes_of[number]
             if call_bytes is None:
                 calls.unread += total

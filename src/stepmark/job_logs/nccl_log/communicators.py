@@ -7,12 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from stepmark.cases.message import message_bytes
-from stepmark.findings.finding import Evidence
 from stepmark.findings.log_facts import (
     ChannelCounts,
     Choice,
     Communicator,
-    InitTime,
     Member,
     Prediction,
 )
@@ -29,26 +27,15 @@ from stepmark.model.collectives import collective_named
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
-class CommHandle:
-    """A communicator in one process: its pointer, and what its log lines state."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class CommHandle(Member):
+    """A communicator in one process: its rank there, and what log lines state of the whole."""
 
-    process: str
-    host: str
-    pointer: str
     order: int  # of first mention, from 0
-    rank: int | None = None
     num_ranks: int | None = None
     comm_id: str | None = None
     num_nodes: int | None = None
     local_ranks: int | None = None
-    local_rank: int | None = None
-    device: int | None = None
-    bus_id: str | None = None
-    started: Evidence | None = None
-    completed: bool = False
-    destroyed: Evidence | None = None
-    init: InitTime | None = None
     rings: Counter[tuple[int, ...]] = field(default_factory=Counter)
     num_trees: int | None = None
     channels: ChannelCounts | None = None
@@ -120,7 +107,8 @@ class CommunicatorTable:
         return None
 
     def _add(self, process: str, host: str, pointer: str) -> CommHandle:
-        handle = CommHandle(process, host, pointer, order=len(self.handles))
+        order = len(self.handles)
+        handle = CommHandle(process=process, host=host, pointer=pointer, order=order)
         self._live[process, pointer] = handle
         self._owners.setdefault(pointer, set()).add(process)
         self.handles.append(handle)
@@ -173,7 +161,6 @@ def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
         num_trees=_first(handle.num_trees for handle in handles),
         channels=_first(handle.channels for handle in handles),
         over_nvlink=bool(_first(handle.over_nvlink for handle in handles)),
-        known_by_id=handles[0].comm_id is not None,
     )
 
 

@@ -10,20 +10,22 @@ from dataclasses import replace
 from stepmark.findings.finding import Evidence, Finding, Severity, by_severity
 from stepmark.findings.log_facts import (
     IssuedCall,
+    LaggingRank,
     LogFacts,
+    LostCalls,
     Mismatch,
     Occurrences,
 )
 from stepmark.findings.stalls import MISMATCH
 from stepmark.ground.grouping import group_by
-from stepmark.ground.units import plural
+from stepmark.ground.units import comma_list, plural
 from stepmark.job_logs.answers import ABORTED
 from stepmark.job_logs.failures import classify
 from stepmark.job_logs.job_output import REMARKS
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import network_rules, start_rules
 from stepmark.job_logs.nccl_log.causes import FALLS_BACK, LATE, LOOKS_FATAL, linked
-from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
+from stepmark.job_logs.nccl_log.network_rules import finding_of
 
 # NVLink systems of the last generations run 12 to 32 channels.
 MIN_CHANNELS = 8
@@ -112,12 +114,11 @@ def lagging_ranks(facts: LogFacts) -> Iterator[Finding]:
     for communicator, ranks in groups.items():
         ranks.sort(key=lambda rank: rank.issued)
         worst = ranks[0]
-        name = f"rank {worst.rank}" if worst.rank is not None else worst.process
         last = f"its last is {worst.last.call}" if worst.last else "it issued none"
         text = (
-            f"In communicator {communicator} {name} issued {worst.issued} of {worst.most} "
-            f"collectives: {last}, and it did not issue {worst.missing.call}, which "
-            f"{_rank(worst.missing)} did"
+            f"In communicator {communicator} {_rank(worst)} issued {worst.issued} of "
+            f"{worst.most} collectives: {last}, and it did not issue {worst.missing.call}, "
+            f"which {_rank(worst.missing)} did"
         )
         if len(ranks) > 1:
             others = (rank.process if rank.rank is None else rank.rank for rank in ranks[1:])
@@ -135,11 +136,10 @@ _ONE_FILE = "Write one file per process: NCCL_DEBUG_FILE with %h.%p."
 def lost_lines(facts: LogFacts) -> Iterator[Finding]:
     """Report ranks whose log lacks calls that their peers have."""
     for lost in facts.lost:
-        name = f"rank {lost.rank}" if lost.rank is not None else lost.process
         text = (
-            f"The log of {name} lacks at least {plural(lost.lines, 'call')} of communicator "
-            f"{lost.communicator} between others: lines were lost, and counts of calls are too "
-            "low, or lines of others are there twice"
+            f"The log of {_rank(lost)} lacks at least {plural(lost.lines, 'call')} of "
+            f"communicator {lost.communicator} between others: lines were lost, and "
+            "counts of calls are too low, or lines of others are there twice"
         )
         if not lost.certain:
             text += ", or it issued fewer calls: opCount does not count in this log"
@@ -147,8 +147,8 @@ def lost_lines(facts: LogFacts) -> Iterator[Finding]:
         yield finding_of("lost-lines", Severity.WARNING, f"{text}.", lines, _ONE_FILE)
 
 
-def _rank(side: IssuedCall) -> str:
-    return side.process if side.rank is None else f"rank {side.rank}"
+def _rank(issuer: IssuedCall | LaggingRank | LostCalls) -> str:
+    return issuer.process if issuer.rank is None else f"rank {issuer.rank}"
 
 
 _SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE")
@@ -160,11 +160,9 @@ def forced_settings(facts: LogFacts) -> Iterator[Finding]:
         if name in _SWITCHES and value not in ("0", ""):
             way = name.removeprefix("NCCL_").removesuffix("_DISABLE")
             text = f"{name} is {value}: NCCL may not use {way}."
-        elif name == "NCCL_ALGO":
-            text = f"NCCL_ALGO is {value}: NCCL's own choice by size is switched off."
-        elif name == "NCCL_PROTO":
-            text = f"NCCL_PROTO is {value}: NCCL's own choice by size is switched off."
-            if "LL128" in value.upper() and "^" not in value:
+        elif name in ("NCCL_ALGO", "NCCL_PROTO"):
+            text = f"{name} is {value}: NCCL's own choice by size is switched off."
+            if name == "NCCL_PROTO" and "LL128" in value.upper() and "^" not in value:
                 text += " LL128 where NCCL does not enable it by itself can corrupt data."
         else:
             continue

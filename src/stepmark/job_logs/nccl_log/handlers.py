@@ -42,8 +42,8 @@ _INIT_TIME = re.compile(
 )
 _PART = re.compile(r"(\w+) ([\d.]{1,20})")
 _CHANNELS = re.compile(
-    r"^(\d{1,9}) coll channels(?:, (\d{1,9}) collnet channels)?(?:, (\d{1,9}) nvls channels)?"
-    r", (\d{1,9}) p2p channels(?:, (\d{1,9}) p2p channels per peer)?"
+    r"^(\d{1,9}) coll channels(?:, \d{1,9} collnet channels)?(?:, (\d{1,9}) nvls channels)?"
+    r", (\d{1,9}) p2p channels"
 )
 _INIT_CALL = re.compile(
     r"ncclCommInitRank\((0x[0-9a-f]+), (\d{1,9}), (0x[0-9a-f]+), (\d{1,9}), (\d{1,9})\)"
@@ -238,15 +238,13 @@ def channel_counts(collector: Collector, message: LogMessage) -> None:
     match = _CHANNELS.match(message.text)
     handle = collector.communicators.latest(message)
     if match and handle and handle.channels is None:
-        coll, collnet, nvls, p2p, per_peer = (
+        coll, nvls, p2p = (
             None if digits is None else int(digits[:9]) for digits in match.groups()
         )
         handle.channels = ChannelCounts(
             coll=coll or 0,
-            collnet=collnet,
             nvls=nvls,
             p2p=p2p or 0,
-            p2p_per_peer=per_peer,
             evidence=message.evidence(),
         )
 
@@ -316,7 +314,7 @@ def _add_link(
     # With PXN the adapter belongs to another rank's GPU.
     if net and not pxn:
         key = (handle.order, ranks[side], int(net[2]))
-        collector.nics.setdefault(key, LinkLines(message)).sides[side] += 1
+        collector.nics.setdefault(key, message)
 
 
 def _add_end(

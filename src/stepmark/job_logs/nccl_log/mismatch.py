@@ -84,12 +84,12 @@ class Alignment:
     first_gap: int | None = None  # in the left one
     is_cut: bool = False  # what follows cannot be aligned
 
-    def lose(self, shift: int) -> None:
-        """Count lost calls, of the right one if positive, and end here."""
-        self.first_gap = self.left if self.first_gap is None else self.first_gap
-        self.is_cut = True
-        self.lost_right += max(shift, 0)
-        self.lost_left += max(-shift, 0)
+    def lose(self, num_right: int, num_left: int) -> None:
+        """Count calls that the right and the left log lack at these positions."""
+        if self.first_gap is None:
+            self.first_gap = self.left
+        self.lost_right += num_right
+        self.lost_left += num_left
 
 
 class Aligner:
@@ -115,20 +115,18 @@ class Aligner:
             if gap is None:
                 self._end(longest, handle, alignment)
                 return alignment
-            if alignment.first_gap is None:
-                alignment.first_gap = alignment.left
+            alignment.lose(*gap)
             alignment.num_gaps += 1
             alignment.left += gap[0]
             alignment.right += gap[1]
-            alignment.lost_right += gap[0]
-            alignment.lost_left += gap[1]
 
     def _end(self, longest: CommHandle, handle: CommHandle, at: Alignment) -> None:
         """Note a difference, or lost lines if the calls have different numbers: no pair."""
         shift = self._shift(longest, handle, at, at.left, at.right)
         grouped = (self._is_grouped(longest, at.left), self._is_grouped(handle, at.right))
         if shift and not any(grouped):
-            at.lose(shift)
+            at.lose(max(shift, 0), max(-shift, 0))
+            at.is_cut = True
         else:
             at.differs = True
 
@@ -141,7 +139,8 @@ class Aligner:
         # Calls of one group share it, and a rank may stop inside a group.
         shared = self._lines.op_count(longest, at.left - 1)
         if last is not None and self._lines.op_count(handle, at.right - 1) == last != shared:
-            at.lose(num_missing)
+            at.lose(num_missing, 0)
+            at.is_cut = True
 
     def _gap(
         self,
@@ -398,7 +397,6 @@ class _Comparison:
                     missing=self._issued(longest, alignment.left),
                     rank=handle.rank,
                     process=handle.process,
-                    certain=is_certain,
                 )
 
     def _lost(

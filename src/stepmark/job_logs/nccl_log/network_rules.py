@@ -22,7 +22,7 @@ from stepmark.findings.log_facts import (
     Transport,
 )
 from stepmark.ground.grouping import group_by
-from stepmark.ground.units import plural, ranks_text
+from stepmark.ground.units import comma_list, plural, ranks_text
 
 _VIRTUAL = re.compile(r"^(docker|virbr|veth|br-|cni|flannel|cali|vmnet|lxc|podman)")
 _ADDRESS = re.compile(r"^(\d+)\.(\d+)\.\d+\.\d+$")
@@ -67,13 +67,6 @@ def is_multi_node(facts: LogFacts) -> bool | None:
     if len(facts.hosts) > 1 or any(way.same_host is False for way in facts.transports):
         return True
     return None
-
-
-def comma_list(words: Iterable[object], most: int = 8) -> str:
-    """Return the first of many, e.g. "0, 1, 2 and 5 more"."""
-    texts = [str(word) for word in words]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
 
 
 def net_socket(facts: LogFacts) -> Iterator[Finding]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from stepmark.findings.finding import Finding, Severity
 from stepmark.findings.log_facts import Communicator, LogFacts, Member
-from stepmark.ground.units import plural
+from stepmark.ground.units import comma_list, plural
 from stepmark.job_logs.nccl_log.lines import UNORDERED
-from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
+from stepmark.job_logs.nccl_log.network_rules import finding_of
 
 SLOW_INIT_S = 10.0
 MAX_NAMED = 4096  # ranks that are looked for by name

@@ -34,8 +34,13 @@ _RATES = {
     "batches_per_s": "steps per second",
 }
 SECONDS = "s"
-TOKENS = "tokens/s/GPU"
 SAMPLES = "samples/s"
+# The figure of a step by the unit of a log, the first that every step has.
+_FIGURES = {
+    SECONDS: "step_s",
+    "tokens/s/GPU": "tokens_per_s_gpu",
+    SAMPLES: "samples_per_s",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +103,12 @@ class TrainingLog:
 
     def cost_of(self, step: LoggedStep) -> float | None:
         """Return the cost of a step of any start; None where it does not state that."""
-        if self.unit == SECONDS:
-            return step.step_s
-        rate = step.tokens_per_s_gpu if self.unit == TOKENS else step.samples_per_s
-        return 1 / rate if rate else None
+        figure: float | None = getattr(step, _FIGURES[self.unit])
+        return self.value_of(figure) if figure else None
+
+    def value_of(self, cost: float) -> float:
+        """Return a cost as a time or rate in `unit`, or the cost of one: rates are inverse."""
+        return cost if self.unit == SECONDS else 1 / cost
 
 
 def read_training_log(path: Path) -> TrainingLog:
@@ -406,12 +413,9 @@ def _cost_name(step: LoggedStep, facts: LogFacts) -> str:
 
 def _unit(path: Path, steps: Sequence[LoggedStep]) -> str:
     """Return what every step has: its time, or else a rate."""
-    if all(own.step_s for own in steps):
-        return SECONDS
-    if all(own.tokens_per_s_gpu for own in steps):
-        return TOKENS
-    if all(own.samples_per_s for own in steps):
-        return SAMPLES
+    for unit, name in _FIGURES.items():
+        if all(getattr(own, name) for own in steps):
+            return unit
     raise ConfigError("file", path, "a log that states the time or the rate of every step")
 
 

@@ -38,13 +38,10 @@ def _times(log: TrainingLog, steady: SteadyState) -> Figure:
     regular = [own for own in log.steps[first:] if own not in outliers]
     slowest = sorted(outliers, key=lambda own: -(log.cost_of(own) or 0.0))[:_MOST_POINTS]
     slowest.sort(key=lambda own: own.number)
-    in_ms = steady.median < 1.0
-    unit = ("ms" if in_ms else "s") if log.unit == SECONDS else log.unit
+    unit = "ms" if log.unit == SECONDS and steady.median < 1.0 else log.unit
 
     def value(cost: float) -> float:
-        if log.unit != SECONDS:
-            return 1 / cost
-        return 1e3 * cost if in_ms else cost
+        return 1e3 * cost if unit == "ms" else log.value_of(cost)
 
     def series(name: str, steps: Sequence[LoggedStep], kind: Kind, colour: str) -> Series:
         costs = [log.cost_of(own) for own in steps]

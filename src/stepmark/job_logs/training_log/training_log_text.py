@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from statistics import median
 
 from stepmark.findings.finding import Evidence, Finding, Severity
-from stepmark.ground.units import format_bytes, format_time, plural
+from stepmark.ground.units import comma_list, format_bytes, format_time, plural
 from stepmark.job_logs.training_log.starts import FEWEST_LINES
 from stepmark.job_logs.training_log.steady_state import SteadyState
 from stepmark.job_logs.training_log.step_lines import LoggedStep
@@ -54,7 +54,7 @@ def headline(log: TrainingLog, steady: SteadyState) -> str:
     else:
         what += " of the second half: it never becomes steady"
     what += ", not of the last start" if log.num_later else ""
-    low, high = (_cost_text(log, cost) for cost in _by_value(log, steady.quartiles))
+    low, high = (_cost_text(log, cost) for cost in sorted(steady.quartiles, key=log.value_of))
     text = f"{_cost_text(log, steady.median)}{' a step' if log.unit == SECONDS else ''}"
     text += f" ({what}; quartiles {low} to {high}, {_interval(steady)})"
     if steady.speeds:
@@ -76,12 +76,6 @@ def _interval(steady: SteadyState) -> str:
         return "too few lines for an interval"
     half = (steady.high - steady.low) / 2 / steady.median
     return f"median +-{half:.2%}" if half >= 1e-4 else "median within 0.01%"
-
-
-def _by_value(log: TrainingLog, costs: tuple[float, float]) -> tuple[float, float]:
-    """Return two costs so that the lower time, or rate, is the first."""
-    low, high = costs
-    return costs if log.unit == SECONDS else (high, low)
 
 
 def _cost_text(log: TrainingLog, cost: float) -> str:
@@ -172,12 +166,14 @@ def _unknown(log: TrainingLog) -> str:
 
 
 def _outliers(log: TrainingLog, steady: SteadyState) -> str:
-    words = [
-        f"step {log.steps[place].number} ({log.costs[place] / steady.median:.3g} x)"
-        for place in steady.outliers[:_MOST_NAMED]
-    ]
-    more = len(steady.outliers) - len(words)
-    return ", ".join(words) + (f" and {more} more" if more else "")
+    costs = log.costs
+    return comma_list(
+        (
+            f"step {log.steps[place].number} ({costs[place] / steady.median:.3g} x)"
+            for place in steady.outliers
+        ),
+        _MOST_NAMED,
+    )
 
 
 def part_rows(log: TrainingLog, steady: SteadyState) -> list[Row]:
@@ -252,24 +248,20 @@ def step_rows(log: TrainingLog, steady: SteadyState) -> list[Row]:
 
 def summary_row(log: TrainingLog, steady: SteadyState) -> Row:
     """Return the answer and what it rests on as one row, with values in `unit`."""
-
-    def value(cost: float) -> float:
-        return cost if log.unit == SECONDS else 1 / cost
-
-    quartiles = _by_value(log, steady.quartiles)
-    ends = None
+    quartiles = sorted(map(log.value_of, steady.quartiles))
+    ends: list[float] | None = None
     if steady.low is not None and steady.high is not None:
-        ends = _by_value(log, (steady.low, steady.high))
+        ends = sorted(map(log.value_of, (steady.low, steady.high)))
     return {
         "file": log.file,
         "trainer": log.trainer,
         **asdict(log.facts),
         "unit": log.unit,
-        "median": value(steady.median),
-        "quartile_1": value(quartiles[0]),
-        "quartile_3": value(quartiles[1]),
-        "low": None if ends is None else value(ends[0]),
-        "high": None if ends is None else value(ends[1]),
+        "median": log.value_of(steady.median),
+        "quartile_1": quartiles[0],
+        "quartile_3": quartiles[1],
+        "low": None if ends is None else ends[0],
+        "high": None if ends is None else ends[1],
         "warmup_lines": steady.num_warmup,
         "lines": steady.num_lines,
         "steps": steady.num_steps,
