@@ -88,9 +88,9 @@ class TraceSet(Generic[R]):
     lead: Mapping[str, str]
 
     @property
-    def cut(self) -> str:
-        """Return which traces end early; "" where all are whole."""
-        return self.lead["cut"]
+    def cut_reason(self) -> str:
+        """Return which traces end early, as the end of an error; "" where all are whole."""
+        return self.lead["cut"] and f" ({self.lead['cut'].rstrip('.')})"
 
 
 def map_traces(
