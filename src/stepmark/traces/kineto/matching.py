@@ -15,7 +15,7 @@ import numpy as np
 
 from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, Tally
 from stepmark.ground.units import ranks_text
-from stepmark.model.collectives import FACTS, Collective
+from stepmark.model.collectives import is_synchronizing
 from stepmark.timeline.trace_columns import NONE, CommArgs, RankInfo
 from stepmark.traces.kineto.instances import PHASES
 from stepmark.traces.kineto.intervals import union
@@ -91,7 +91,7 @@ class _Kind:
             self.signature = ("all_to_all", kind.dtype)
         elif kind.collective in (SEND, RECV):
             self.signature = ("pair", kind.dtype, kind.call_bytes)
-        self.is_synchronizing = is_synchronizing(kind)
+        self.is_synchronizing = is_synchronizing(kind.collective)
 
 
 @dataclass(slots=True, eq=False)
@@ -300,12 +300,6 @@ def _time(calls: Sequence[_Call], spreads: list[tuple[int, int, int]]) -> None:
         call.latest = max(starts)
         call.last = calls[known.index(shortest)].rank if is_one else NONE
     spreads.append((max(ends) - min(ends), max(starts) - min(starts), min(ends) - max(starts)))
-
-
-def is_synchronizing(kind: MessageKind) -> bool:
-    """Return whether no rank can end before all have arrived: the shortest is the transfer."""
-    name = kind.collective
-    return name in list(Collective) and FACTS[Collective(name)].synchronizing
 
 
 def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
