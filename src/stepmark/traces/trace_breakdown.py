@@ -25,14 +25,13 @@ from stepmark.tables.columns import (
     rows_of,
 )
 from stepmark.tables.table import Table
-from stepmark.timeline.ledger_text import spread_lines
+from stepmark.timeline.ledger_text import DEFINITIONS, spread_lines
 from stepmark.timeline.trace_breakdown import RankTimes, StepTimes
 from stepmark.traces.trace_messages_text import slow_rank, slow_rank_line
 
 Ranks = Sequence[tuple[int, RankTimes]]
 _MOST_ROWS = 16  # of a table by rank; above, the slowest are shown
 _NOTABLE = 0.01  # share of a step from which the first sentence names a rank
-DEFINITIONS = "docs/traces.md"
 
 
 @dataclass(frozen=True, slots=True)

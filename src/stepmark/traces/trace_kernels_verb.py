@@ -12,13 +12,14 @@ from pathlib import Path
 from stepmark.cases.record import Measured
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.stats import slowest_per_sample, summarize
+from stepmark.ground.stats import summarize
 from stepmark.ground.units import ranks_text
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.step.trace_ops import PRODUCTS
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
+from stepmark.store.view import median_s
 from stepmark.timeline.trace_breakdown import RankTimes
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces import trace_breakdown, trace_comparison, trace_kernels_text
@@ -215,8 +216,7 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
         return [*header, *(f"note: {note}" for note in notes)]
     # A rank's median: the first profiled step has the profiler's own start in it.
     profiled = max(summarize(sums.step_ns).median for _, sums in ranks if sums.step_ns) * 1e-9
-    unprofiled = summarize(slowest_per_sample(record.samples.seconds)).median
-    unprofiled *= record.training.cycle
+    unprofiled = median_s(record) * record.training.cycle
     rows = trace_kernels_text.rows(ranks, "role")
     return [
         *cut,
