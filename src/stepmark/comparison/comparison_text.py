@@ -17,6 +17,7 @@ from stepmark.ground.verdicts import FALSE_SHARE
 from stepmark.model.ops import CUSTOM
 from stepmark.tables.columns import (
     BYTES,
+    CONSOLE,
     COUNT,
     NUMBER,
     PAGE,
@@ -318,7 +319,6 @@ def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
 
 
 _STYLE = {Verdict.FASTER.value: "green", Verdict.SLOWER.value: "red"}
-_CONSOLE = frozenset({View.CONSOLE})
 _LARGEST_FACTOR = 100.0  # from a speed to the bounds of an interval that is shown
 # Up to this many sides besides the baseline have values, intervals and verdicts in the table;
 # more have the ratio and a mark.
@@ -401,7 +401,7 @@ def _ratio_columns(comparison: Comparison, name: str, *, is_wide: bool) -> list[
             partial(_marked, name),
             COUNT,
             name,
-            _CONSOLE if is_wide else frozenset(),
+            CONSOLE if is_wide else frozenset(),
             style=partial(_style, verdict),
         ),
     ]

@@ -21,7 +21,7 @@ from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.files import write_text
 from stepmark.ground.options import argv, build
 from stepmark.ground.options import options as options_in
-from stepmark.ground.units import GIB, KIB
+from stepmark.ground.units import GIB, KIB, counts_text
 from stepmark.job_logs.nccl_log import read_log
 from stepmark.measuring import child
 from stepmark.measuring.machine import machine
@@ -206,8 +206,7 @@ def _measured_on(journal: Journal, advice: Advice) -> tuple[Environment, dict[st
 
 
 def _facts(sweep: Sweep, environment: Environment, num_nodes: int, num_ranks: int) -> list[str]:
-    names = Counter(device.name for device in environment.devices)
-    devices = ", ".join(f"{count} x {name}" for name, count in names.items())
+    devices = counts_text(device.name for device in environment.devices)
     settings = "; ".join(setting.name for setting in sweep.settings)
     versions = environment.versions
     rounds = sweep.selection or Selection(rounds=sweep.repeats)
@@ -309,7 +308,8 @@ def logged_in(folder: Path, num_ranks: int) -> Logged:
     Raises ProbeError where there is no line, as before NCCL 2.24, whose lines lack channels.
     """
     calls: dict[tuple[str, int], Counter[TunerChoice]] = {}
-    for file in _with_text(folder):
+    logs = (file for file in sorted(folder.glob("nccl.*")) if file.stat().st_size)
+    for file in logs:
         for line in read_log([file], num_ranks=num_ranks).choices:
             if (choice := _choice(line)) is not None:
                 key = (choice.collective, choice.size_bytes)
@@ -319,10 +319,6 @@ def logged_in(folder: Path, num_ranks: int) -> Logged:
             f"no choice with channels in NCCL's log: {folder} (needs NCCL 2.24 or later)"
         )
     return {key: counter.most_common(1)[0][0] for key, counter in calls.items()}
-
-
-def _with_text(folder: Path) -> list[Path]:
-    return [file for file in sorted(folder.glob("nccl.*")) if file.stat().st_size]
 
 
 def _choice(line: Choice) -> TunerChoice | None:
