@@ -72,7 +72,8 @@ class RunWriter(files.Lock):
         """Write to a folder that exists, e.g. one with a plan and no run.json yet."""
         with _config_errors("out", path), contextlib.ExitStack() as on_error:
             writer = on_error.enter_context(cls(path))
-            _write_run(path, info)
+            with files.replaced(path / reader.RUN) as stream:
+                stream.write(codec.encode_run(info))
             on_error.pop_all()
         return writer
 
@@ -213,11 +214,6 @@ def _fingerprint(environment: Environment) -> dict[str, str]:
         "stepmark commit": environment.git_commit or f"version {environment.stepmark}",
         **variables,
     }
-
-
-def _write_run(path: Path, info: RunInfo) -> None:
-    with files.replaced(path / reader.RUN) as stream:
-        stream.write(codec.encode_run(info))
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ def waiting_times(
     by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
     inputs.check_steps(
         {number for _, part in by_rank.values() for number in part.times.all_steps},
-        (info.file for info, part in by_rank.values() if not part.times.is_marked),
+        (info.file for info, part in by_rank.values() if not part.times.all_steps),
     )
     messages = matched(by_rank, inputs.has_step)
     ranks = list(with_arrivals(by_rank, messages).items())

@@ -64,14 +64,16 @@ def _mean_depth(item: _RankStep) -> float | None:
     return queue.depth_ns / window_ns if queue and window_ns else None
 
 
-def _step_words(row: Row) -> str:
-    return "all" if row["step"] is None else str(row["step"])
-
-
 STEP_COLUMNS: tuple[Column[_RankStep], ...] = (
     Column("rank", lambda o: o.rank, COUNT, "", SHOWN),
     Column("device", _of("device"), COUNT, "GPU", SHOWN),
-    Column("step", _of("step"), COUNT, "", SHOWN, words=_step_words),
+    Column(
+        "step",
+        _of("step"),
+        COUNT,
+        views=SHOWN,
+        words=lambda row: "all" if row["step"] is None else str(row["step"]),
+    ),
     Column("clock", lambda o: "host" if o.times.device is None else "gpu"),
     Column("start_ns", _of("start_ns"), COUNT),
     Column("end_ns", _of("end_ns"), COUNT),

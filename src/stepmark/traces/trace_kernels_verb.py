@@ -270,9 +270,10 @@ def _read(
         {number for result in traces.results for number in result.steps},
         (result.info.file for result in traces.results if not result.steps),
     )
+    ranks = _comparable(traces)
     return _Kernels(
-        ranks=_ranks(traces),
-        times=_times(traces),
+        ranks=[(rank, each.sums) for rank, each in ranks.items()],
+        times=[(rank, each.times) for rank, each in ranks.items() if each.times],
         notes=[*traces.notes, *notes, *_notes(traces, workload)],
         lead=traces.lead,
         infos=tuple(result.info for result in traces.results),
@@ -300,18 +301,11 @@ def _reduce(
     )
 
 
-def _ranks(traces: TraceSet[_Rank]) -> trace_kernels_text.Ranks:
-    """Return the sums of each rank; times of hosts are not added to those of GPUs."""
+def _comparable(traces: TraceSet[_Rank]) -> dict[int, _Rank]:
+    """Return the ranks that count: times of hosts are not added to those of GPUs."""
     values = {r.info.rank or 0: r.value for r in traces.results if not r.value.missing}
     is_host = all(each.sums.is_host for each in values.values())
-    return [(rank, v.sums) for rank, v in values.items() if v.sums.is_host == is_host]
-
-
-def _times(traces: TraceSet[_Rank]) -> trace_breakdown.Ranks:
-    """Return the times of the ranks of `_ranks`, where they were asked for."""
-    ranks = {rank for rank, _ in _ranks(traces)}
-    found = ((result.info.rank or 0, result.value.times) for result in traces.results)
-    return [(rank, times) for rank, times in found if times is not None and rank in ranks]
+    return {rank: each for rank, each in values.items() if each.sums.is_host == is_host}
 
 
 def _workload(options: KernelsOptions) -> tuple[Workload | None, list[str]]:
@@ -342,12 +336,12 @@ def _notes(traces: TraceSet[_Rank], workload: Workload | None) -> Iterator[str]:
         for result in traces.results
         for each in result.value.missing
     )
-    counted = {rank for rank, _ in _ranks(traces)}
+    comparable = _comparable(traces)
     for result in traces.results:
         rank = result.info.rank or 0
         sums = result.value.sums
         texts = list(sums.notes)
-        if rank not in counted:
+        if rank not in comparable:
             text = "no GPU events, as other ranks have: times of its host are left out"
             texts = [] if result.value.missing else [text]
         elif workload is not None and sums.steps and rank < workload.world_size:
