@@ -170,15 +170,27 @@ def text_of(rules: Sequence[Rule], facts: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def first_match(
+    rules: Iterable[Rule], collective: str, num_bytes: int, *, num_nodes: int, num_ranks: int
+) -> Rule | None:
+    """Return the line that decides, if NCCL can run its choice."""
+    call = (collective, num_bytes, num_nodes, num_ranks)
+    return next((rule for rule in rules if rule.serves(*call)), None)
+
+
 def mismatches(
     rules: Sequence[Rule], choices: Iterable[TunerChoice], *, num_nodes: int, num_ranks: int
 ) -> list[str]:
     """Return sentences on calls that NCCL, run with the file, did not serve by its line."""
     sentences = []
     for choice in choices:
-        # The first line that matches decides.
-        call = (choice.collective, choice.size_bytes, num_nodes, num_ranks)
-        rule = next((rule for rule in rules if rule.serves(*call)), None)
+        rule = first_match(
+            rules,
+            choice.collective,
+            choice.size_bytes,
+            num_nodes=num_nodes,
+            num_ranks=num_ranks,
+        )
         if rule is None:
             continue  # a collective that the tuner does not know
         expected = (rule.algorithm, rule.protocol, rule.num_channels)
