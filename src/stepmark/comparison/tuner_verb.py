@@ -308,8 +308,7 @@ def logged_in(folder: Path, num_ranks: int) -> Logged:
     Raises ProbeError where there is no line, as before NCCL 2.24, whose lines lack channels.
     """
     calls: dict[tuple[str, int], Counter[TunerChoice]] = {}
-    logs = (file for file in sorted(folder.glob("nccl.*")) if file.stat().st_size)
-    for file in logs:
+    for file in _with_text(folder):
         for line in read_log([file], num_ranks=num_ranks).choices:
             if (choice := _choice(line)) is not None:
                 key = (choice.collective, choice.size_bytes)
@@ -319,6 +318,10 @@ def logged_in(folder: Path, num_ranks: int) -> Logged:
             f"no choice with channels in NCCL's log: {folder} (needs NCCL 2.24 or later)"
         )
     return {key: counter.most_common(1)[0][0] for key, counter in calls.items()}
+
+
+def _with_text(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.glob("nccl.*")) if file.stat().st_size]
 
 
 def _choice(line: Choice) -> TunerChoice | None:
