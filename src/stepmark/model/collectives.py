@@ -172,6 +172,9 @@ _IN_PLACE = (
     Collective.REDUCE,
 )
 ONE_BUFFER = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
+ALL_TO_ALLS = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
+# A gather and its mirror image, which sends as much.
+GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
 
 def is_synchronizing(name: str) -> bool:
