@@ -244,7 +244,7 @@ def test_a_busy_host_needs_no_larger_budget(tmp_path: Path, launches: Launches) 
     assert text_of(busy, {})[-2] == (
         "keep the default: nothing can be recommended because other work ran on this host"
     )
-    needed = sweep_budget.least(has_repeats=True)
+    needed = sweep_budget.Least(rounds=1, fresh=1)
     assert sweep_budget.next_step(journal.sweep, journal.path, needed, busy) == [
         "no verdict: repeat the sweep while no other work runs on this host"
     ]

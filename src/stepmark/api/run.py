@@ -1,7 +1,6 @@
 """Runs: measure and get one, or read one that was measured earlier."""
 
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
@@ -26,6 +25,7 @@ from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError, not_one_of
 from stepmark.ground.option_groups import MeasureOptions
 from stepmark.ground.options import argv, plain
+from stepmark.ground.units import counts_text
 from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.measure import measured
 from stepmark.model.collectives import Collective, collective_named
@@ -121,8 +121,7 @@ class Run(Table):
         return "".join(parts)
 
     def _summary(self) -> str:
-        devices = Counter(device.name for device in self.info.environment.devices)
-        names = ", ".join(f"{count} x {name}" for name, count in devices.items())
+        names = counts_text(device.name for device in self.info.environment.devices)
         return f"{self.path}: {self.info.command} on {names or 'an unknown device'}"
 
     def _unmeasured(self) -> list[str]:

@@ -35,8 +35,8 @@ class Trace(Table):
         super().__init__(by_name["steps"], STEP_COLUMNS)
         columns = {"steps": STEP_COLUMNS}
         self.tables = {n: Table(rows, columns.get(n, ())) for n, rows in by_name.items()}
-        self.world_size = times.world_size
-        self.missing_ranks = times.missing_ranks
+        self.world_size = times.traces.world_size
+        self.missing_ranks = times.traces.missing
         self.notes = times.notes
         self.step_s = self._mean_s("window_ns")
         self.exposed_comm_s = self._mean_s("exposed_comm_ns")
@@ -63,7 +63,7 @@ class Trace(Table):
 
     def show(self, *, details: bool = False) -> None:
         """Print what `stepmark trace breakdown` prints. details: launch calls and copies."""
-        first = filter(None, self._times.lead.values())
+        first = filter(None, self._times.traces.lead.values())
         print("\n".join([*first, *self._times.lines(details=details)]))  # noqa: T201
 
 

@@ -109,7 +109,7 @@ class TraceRecorder(TorchDispatchMode):
             operands = list(tensors([*args, *kwargs.values()]))
             if not is_norm(module) or len(operands) != 1:
                 return called(module, *args, **kwargs)
-            with self._silently():
+            with mock.patch.object(self, "_is_silent", True):
                 result = called(module, *args, **kwargs)
             self._add_norm(module, operands[0])
             return result
@@ -125,15 +125,6 @@ class TraceRecorder(TorchDispatchMode):
     def _layer_of(self, module: nn.Module) -> str:
         match = self._layer.match(self._names[module])
         return match[0] if match else ""
-
-    @contextlib.contextmanager
-    def _silently(self) -> Iterator[None]:
-        before = self._is_silent
-        self._is_silent = True
-        try:
-            yield
-        finally:
-            self._is_silent = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -222,7 +213,7 @@ class TraceRecorder(TorchDispatchMode):
             **fields,
         )
         self._add(op, has_grad=query.requires_grad)
-        with self._silently():
+        with mock.patch.object(self, "_is_silent", True):
             width = value.shape[-1]
             return query.sum(-1, keepdim=True).expand(*query.shape[:-1], width).contiguous()
 
@@ -235,7 +226,7 @@ class TraceRecorder(TorchDispatchMode):
         num_bytes = sum(each.numel() * each.element_size() for each in operands)
         num_bytes += hidden_states.numel() * hidden_states.element_size()
         self._add(Kernel(name=_SCAN, flops=0, bytes_moved=num_bytes))
-        with self._silently():
+        with mock.patch.object(self, "_is_silent", True):
             output = hidden_states.clone()
         return (output, None) if kwargs.get("return_last_state") else output
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from stepmark.model.collectives import FACTS, Collective, Parts, num_parts
+from stepmark.model.collectives import ALL_TO_ALLS, FACTS, Collective, Parts, num_parts
 
 # the two sides of a point-to-point message
 SEND = "send"
@@ -90,7 +90,7 @@ def sized(
         return largest, None
     if FACTS[Collective(collective)].parts is Parts.WHOLE:
         return largest, largest
-    if collective in (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V):
+    if collective in ALL_TO_ALLS:
         return (largest // num_ranks if num_ranks else largest), largest
     gathers = collective in (Collective.ALL_GATHER, Collective.GATHER)
     part, total = (sent, received) if gathers else (received, sent)

@@ -30,7 +30,6 @@ from stepmark.tables.columns import (
     TEXT,
     Column,
     Row,
-    View,
     case_columns,
     number,
     rows_of,
@@ -201,7 +200,6 @@ def figure(of: Callable[[CommOutcome], object]) -> Callable[[CommOutcome], objec
     return lambda outcome: of(outcome) if outcome.launches.measured else None
 
 
-_CONSOLE = frozenset({View.CONSOLE})
 COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column("family", lambda o: o.case.family),
     Column("model", lambda o: _joined(label.model for label in o.case.labels), views=SHOWN),
@@ -223,7 +221,7 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column("rank_min_s", figure(lambda o: o.launches.time_over_ranks_s(min)), SECONDS),
     Column("mean_s", figure(lambda o: o.times.mean), SECONDS),
     Column("p10_s", figure(lambda o: o.times.p10), SECONDS, "p10", PAGE),
-    Column("p50_s", figure(lambda o: o.times.median), SECONDS, "p50", _CONSOLE, 6),
+    Column("p50_s", figure(lambda o: o.times.median), SECONDS, "p50", CONSOLE, 6),
     Column("p90_s", figure(lambda o: o.times.p90), SECONDS, "p90", PAGE),
     Column("p99_s", figure(lambda o: quantile(o.samples, 0.99)), SECONDS, "p99", SHOWN, 2),
     Column("min_s", figure(lambda o: o.times.min), SECONDS, "min", SHOWN, 5),

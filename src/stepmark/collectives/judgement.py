@@ -43,13 +43,13 @@ from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.reading import Table
 from stepmark.ground.units import GB, format_bytes, format_time
+from stepmark.tables.outcomes import LIMIT_SLACK
 from stepmark.tables.row_tables import LEAD
 from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
 
 BELOW = "below the healthy range"
 _NORMAL = 0.95  # of the least of healthy tables; those of one hardware differ by less
 _TOLERANCE = 0.85
-_LIMIT_SLACK = 1.01  # as of `above limit` (docs/definitions.md)
 _LATENCY_TOLERANCE = 2.0  # of the most of several tables of this hardware
 _WIDE_TOLERANCE = 5.0  # of one table or those of other hardware; of one link they differ 2.6 x
 _FAR = 0.5  # of what other GPUs reach
@@ -301,7 +301,7 @@ def _excess(fit: _Fit) -> str:
     low, high = (s * unit for s in possible_shares(fit.hardware, fit.range.family))
     best = fit.range.share[1] * unit if fit.range.share else inf
     inputs = f"{'--nics' if fit.hardware.num_hosts > 1 else 'the GPU'}, the number of ranks"
-    slack = f"(tolerance: {_LIMIT_SLACK - 1:.0%})"
+    slack = f"(tolerance: {LIMIT_SLACK - 1:.0%})"
     reasons = (
         (
             high,
@@ -319,7 +319,7 @@ def _excess(fit: _Fit) -> str:
         ),
     )
     busbw = fit.curve.peak.busbw
-    return next((text for limit, text in reasons if busbw > _LIMIT_SLACK * limit), "")
+    return next((text for limit, text in reasons if busbw > LIMIT_SLACK * limit), "")
 
 
 def _limit(fit: _Fit) -> str:

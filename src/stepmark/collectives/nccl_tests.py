@@ -244,7 +244,12 @@ def _block(
         sizes = lines_of(table)
         printed = _table_lines(sizes, report)
         lines += printed if not place or head_per_table else printed[len(report.head) :]
-        lines += [reason for halves in sizes for reason in _reasons(halves)]
+        lines += [
+            f"# {row['size_bytes']} {placement} {row['status']}: {row['message']}"
+            for halves in sizes
+            for placement in PLACEMENTS
+            if (row := halves.get(placement)) and row["message"]
+        ]
         lines += remarks(table)
     return [*lines, *_footer(rows, name, report)]
 
@@ -344,15 +349,6 @@ def _size_line(halves: Mapping[str, Row], report: Report) -> str:
         f"{row['size_bytes']:12}  {row['count']:12}  {type_name(text(row, 'dtype')):>8}  "
         f"{text(row, 'redop'):>6}  {row['root']:6}"
     ) + "".join(_half(halves.get(placement), report) for placement in PLACEMENTS)
-
-
-def _reasons(halves: Mapping[str, Row]) -> list[str]:
-    """Return a reason for each half without figures."""
-    return [
-        f"# {row['size_bytes']} {placement} {row['status']}: {row['message']}"
-        for placement in PLACEMENTS
-        if (row := halves.get(placement)) and row["message"]
-    ]
 
 
 def _half(row: Row | None, report: Report) -> str:

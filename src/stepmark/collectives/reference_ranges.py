@@ -10,11 +10,11 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from math import inf
 
 import msgspec
 
+from stepmark.ground.package_data import data_text
 from stepmark.ground.reading import Table
 from stepmark.model.collectives import Collective
 from stepmark.model.device import DeviceSpec, find_device
@@ -83,8 +83,8 @@ class Range:
 
 @cache
 def load_healthy() -> tuple[HealthyCurve, ...]:
-    text = files("stepmark").joinpath("data", "collectives.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text)["curve"], tuple[HealthyCurve, ...])
+    curves = tomllib.loads(data_text("collectives.toml"))["curve"]
+    return msgspec.convert(curves, tuple[HealthyCurve, ...])
 
 
 def hardware_of(table: Table, nics: Nics | None) -> Hardware:

@@ -206,9 +206,10 @@ def _slow_rows(points: Sequence[Point], named: set[int]) -> Iterator[CurveFault]
     slow = [(point, ratio) for point, ratio in ratios if ratio >= _SLOW_ROW]
     is_severe = len(slow) > 1 or any(ratio >= _SLOW_ALONE for _, ratio in slow)
     if slow := [(point, ratio) for point, ratio in slow if point.line not in named]:
+        sizes = ", ".join(f"{format_bytes(p.size_bytes)} ({r:.1f} x)" for p, r in slow[:6])
         yield CurveFault(
             name="slow-rows" if is_severe else "slow-row",
-            text=f"far longer than other sizes suggest: {_ratios_text(slow)}",
+            text=f"far longer than other sizes suggest: {sizes}",
             cause="another job on the hosts or the network, retransmissions, a protocol (LL or "
             "LL128) that is used for sizes that are too large for it, or of a single row the "
             "first use of a connection",
@@ -243,7 +244,3 @@ def _ratios_to_least(points: Sequence[Point]) -> list[float]:
 def _between(first: int, this: int, last: int, x: Sequence[float], y: Sequence[float]) -> float:
     """Return y of the middle point by interpolation between the others."""
     return y[first] + (y[last] - y[first]) * (x[this] - x[first]) / (x[last] - x[first])
-
-
-def _ratios_text(slow: Sequence[tuple[Point, float]]) -> str:
-    return ", ".join(f"{format_bytes(p.size_bytes)} ({ratio:.1f} x)" for p, ratio in slow[:6])

@@ -84,7 +84,9 @@ def plan(options: CheckOptions) -> Plan:
     before = _runs_named(options, options.baseline)
     reference = _reference(before)
     cases = [launches[0].case for launches in reference.values()]
-    world_size = _num_ranks(reference)
+    world_size = max(
+        case.world_size if isinstance(case, CommCase) else case.num_ranks for case in cases
+    )
     machine(cases[0].device).num_ranks(str(world_size))  # refuses a device that is not here
     _check_baseline(before[0], reference, options)
     names = ",".join(str(path.absolute()) for path in before)
@@ -97,14 +99,6 @@ def plan(options: CheckOptions) -> Plan:
         how=_how(before[0], cases, options.budget_s),
         entries=entries(cases, options.num_launches),
         settings={"check_of": _name(before)},
-    )
-
-
-def _num_ranks(reference: Reference) -> int:
-    """Return the ranks that measured the baseline."""
-    cases = (launches[0].case for launches in reference.values())
-    return max(
-        case.world_size if isinstance(case, CommCase) else case.num_ranks for case in cases
     )
 
 

@@ -27,7 +27,6 @@ from stepmark.ground.launches import Order, Row, Sample
 from stepmark.ground.ratio import (
     BUSY,
     CONFIDENCE,
-    EFFECT_FLOOR,
     Ratio,
     Verdict,
     holm,
@@ -53,7 +52,6 @@ Pairs = Sequence[tuple[Series, Series]]
 class Options:
     """Options of a comparison. `noise` is the relative standard deviation of one launch."""
 
-    floor: float = EFFECT_FLOOR
     noise: float | None = None
     statistic: str = "median"  # of the samples of a launch
     allowed: tuple[str, ...] = ()  # fields of join.STRICT that may differ
@@ -169,7 +167,7 @@ def _judge(base: Side, other: Side, pairs: Pairs, options: Options) -> list[Rati
         for place, pair in enumerate(pairs)
         if all(series.launches for series in pair)
     }
-    judged = dict(zip(rows, judge(list(rows.values()), floor=options.floor), strict=True))
+    judged = dict(zip(rows, judge(list(rows.values())), strict=True))
     return [_checked(pair, judged.get(place)) for place, pair in enumerate(pairs)]
 
 
@@ -279,7 +277,7 @@ def _overall(base: Side, other: Side, pairs: Pairs, options: Options) -> Overall
     if len({first.unit for first, _ in pairs}) != 1:
         return None
     rows = [_row(base, other, *pair, options) for pair in pairs]
-    mean = judge_mean(rows, floor=options.floor)
+    mean = judge_mean(rows)
     if mean is None:
         speed = math.exp(fmean(row.base.mean - row.other.mean for row in rows))
         is_single = all(len(series.launches) == 1 for pair in pairs for series in pair)

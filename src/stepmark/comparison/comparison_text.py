@@ -17,6 +17,7 @@ from stepmark.ground.verdicts import FALSE_SHARE
 from stepmark.model.ops import CUSTOM
 from stepmark.tables.columns import (
     BYTES,
+    CONSOLE,
     COUNT,
     NUMBER,
     PAGE,
@@ -185,7 +186,7 @@ def headline(comparison: Comparison, constant: dict[str, object]) -> str:
         for name, value in constant.items()
         if not any(note.startswith(f"{name} differs") for note in comparison.notes)
     }
-    words = [shown(same[name]) for name in _HEAD if same.get(name) not in (None, "", "none")]
+    words = [str(same[name]) for name in _HEAD if same.get(name) not in (None, "", "none")]
     if same.get("mbs") is not None and same.get("seq_len") is not None:
         words.append(f"mbs {same['mbs']} seq {same['seq_len']}")
     if ranks := same.get("num_ranks"):
@@ -202,10 +203,6 @@ def unit_text(line: Line) -> str:
         return "bus bandwidth in GB/s"
     named = {"s": "time", "rate": "rates as printed", TIME: "times as printed"}
     return named.get(line.unit, f"in {line.unit}" if line.unit else "values as printed")
-
-
-def shown(value: object) -> str:
-    return "" if value is None else str(value)
 
 
 def value_text(line: Line, cell: Cell | None) -> str:
@@ -311,14 +308,15 @@ def _of_few_rounds(ratios: Sequence[Ratio]) -> Iterator[str]:
 def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
     line = comparison.lines[place]
     ratio = line.cells[name].ratio
-    words = [shown(line.fields.get(n)) for n in _HEAD if n not in ("phase", "dtype", "redop")]
+    words = [
+        str(line.fields.get(n) or "") for n in _HEAD if n not in ("phase", "dtype", "redop")
+    ]
     words.append("" if line.size_bytes is None else format_bytes(line.size_bytes))
     speed = "" if ratio is None else ratio_text(ratio)
     return f"too slow: {name} {' '.join(word for word in words if word)}: {speed}"
 
 
 _STYLE = {Verdict.FASTER.value: "green", Verdict.SLOWER.value: "red"}
-_CONSOLE = frozenset({View.CONSOLE})
 _LARGEST_FACTOR = 100.0  # from a speed to the bounds of an interval that is shown
 # Up to this many sides besides the baseline have values, intervals and verdicts in the table;
 # more have the ratio and a mark.
@@ -401,7 +399,7 @@ def _ratio_columns(comparison: Comparison, name: str, *, is_wide: bool) -> list[
             partial(_marked, name),
             COUNT,
             name,
-            _CONSOLE if is_wide else frozenset(),
+            CONSOLE if is_wide else frozenset(),
             style=partial(_style, verdict),
         ),
     ]

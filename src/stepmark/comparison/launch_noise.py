@@ -7,9 +7,9 @@ row and for sweeps of so few rounds that they do not show their own.
 import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 from stepmark.comparison.comparison import Series
+from stepmark.ground.package_data import data_text
 from stepmark.ground.reading import Table
 from stepmark.ground.stats import Z_95, summarize
 from stepmark.ground.variance import Variance
@@ -31,8 +31,8 @@ class LaunchNoise:
 @cache
 def load_noises() -> tuple[LaunchNoise, ...]:
     """Return the noise of each method, number of hosts and range of sizes."""
-    text = files("stepmark").joinpath("data", "launch_noise.toml").read_text(encoding="utf-8")
-    return tuple(LaunchNoise(**entry) for entry in tomllib.loads(text)["noise"])
+    noises = tomllib.loads(data_text("launch_noise.toml"))["noise"]
+    return tuple(LaunchNoise(**entry) for entry in noises)
 
 
 def noise_of(table: Table, size_bytes: int | None) -> Variance | None:

@@ -17,7 +17,7 @@ from stepmark.cases.sweep import cut
 from stepmark.comparison.comparison import Comparison, Line
 from stepmark.comparison.comparison_text import ratio_of, ratio_text
 from stepmark.ground.ratio import BUSY, CONFIDENCE, Ratio, Verdict, holm
-from stepmark.ground.units import comma_list, format_bytes
+from stepmark.ground.units import comma_list, format_bytes, plural
 
 _UNCONFIRMED = "unconfirmed"
 _P_PROMISING = 0.1  # one-sided, of a gain that more rounds may confirm
@@ -160,7 +160,7 @@ def _slower(lines: Sequence[Line], names: Sequence[str]) -> dict[str, str]:
         ratios = [ratio for line in lines if (ratio := ratio_of(line, name))]
         slow = [ratio for ratio in ratios if ratio.verdict is Verdict.SLOWER]
         if slow:
-            where = f"on {len(slow)} of {_count(len(ratios), 'line')}"
+            where = f"on {len(slow)} of {plural(len(ratios), 'line')}"
             texts[name] = f"{name} is slower {where}: {_gains_of(slow)}"
     return texts
 
@@ -191,7 +191,7 @@ def confirm(advice: Advice, fresh: Comparison | None, rounds: int) -> Advice:
         elif certain[place] and ratio.speed >= 1 + advice.min_gain:
             picks.append(replace(pick, line=line, ratio=ratio))
         else:
-            reason = f"{_UNCONFIRMED}: {ratio_text(ratio)} in {_count(rounds, 'fresh round')}"
+            reason = f"{_UNCONFIRMED}: {ratio_text(ratio)} in {plural(rounds, 'fresh round')}"
             picks.append(replace(pick, line=line, ratio=ratio, winner=None, reason=reason))
     return replace(
         advice,
@@ -338,7 +338,7 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
         why = "every other setting is left out"
         return [*lines, f"keep {keep}: nothing can be recommended because {why}"]
     if not won:
-        tests = f"in {_count(advice.num_tests, 'comparison')} nothing is certainly faster"
+        tests = f"in {plural(advice.num_tests, 'comparison')} nothing is certainly faster"
         if advice.fresh:
             tests = "fresh rounds do not confirm what was selected"
         elif advice.is_unconfirmed:
@@ -352,11 +352,11 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
         lines.append(f"keep {keep}: {_slowest(advice)}{tests}")
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
         return lines
-    confirmed = f"confirmed by {_count(advice.fresh, 'fresh round')}"
+    confirmed = f"confirmed by {plural(advice.fresh, 'fresh round')}"
     if advice.single:
         wins = [pick for pick in won if pick.winner == advice.single]
         lines.append(
-            f"recommended: faster on {len(wins)} of {_count(len(advice.picks), 'line')}: "
+            f"recommended: faster on {len(wins)} of {plural(len(advice.picks), 'line')}: "
             f"{_gains(wins)}, {confirmed}; seen more than {advice.min_gain:.1%} slower on none"
         )
         lines += [f"  {line}" for line in exports[advice.single].splitlines()]
@@ -379,7 +379,7 @@ def _one_sided(won: Sequence[Pick]) -> list[str]:
     """Return why lines are recommended of which the comparison cannot tell, if any."""
     unsure = sum(bool(p.ratio and p.ratio.verdict is not Verdict.FASTER) for p in won)
     text = (
-        f"{unsure} of these {_count(len(won), 'line')} without the verdict faster above: a "
+        f"{unsure} of these {plural(len(won), 'line')} without the verdict faster above: a "
         "verdict asks faster or slower, a recommendation only whether it is faster (one-sided)"
     )
     return [text] if unsure else []
@@ -392,7 +392,7 @@ def _unconfirmed(picks: Sequence[Pick]) -> list[str]:
             by_name.setdefault(pick.best, []).append(pick)
     return [
         f"selected, not confirmed: {name} on {len(lines)} of "
-        f"{_count(len(picks), 'line')}, {_gains(lines)}"
+        f"{plural(len(picks), 'line')}, {_gains(lines)}"
         for name, lines in by_name.items()
     ]
 
@@ -430,10 +430,6 @@ def _gains_of(ratios: Sequence[Ratio]) -> str:
     if not bounds:
         return text
     return f"{text} ({100 * (min(bounds) - 1):.1f} to {max(bounds) - 1:.1%})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
 def rows(advice: Advice) -> list[dict[str, object]]:

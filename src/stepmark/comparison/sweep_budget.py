@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from stepmark.cases.sweep import Outcome, Sweep
-from stepmark.comparison.racing import LEAST_FRESH, LEAST_ROUNDS
+from stepmark.comparison.racing import LEAST_ROUNDS
 from stepmark.comparison.recommendation import Advice
 from stepmark.ground.ratio import BUSY, Ratio
 from stepmark.ground.units import plural
@@ -22,13 +22,6 @@ class Least:
 
     rounds: int
     fresh: int
-
-
-def least(*, has_repeats: bool) -> Least:
-    """Return what a verdict takes. has_repeats: other machines show how launches vary."""
-    if has_repeats:
-        return Least(rounds=1, fresh=1)
-    return Least(rounds=LEAST_ROUNDS, fresh=LEAST_FRESH)
 
 
 def seconds_of(sweep: Sweep, names: Collection[str]) -> float:

@@ -13,7 +13,7 @@ from stepmark.comparison.comparison import Comparison, Series, Side
 from stepmark.comparison.launch_noise import noise_on_host
 from stepmark.comparison.recommendation import Advice
 from stepmark.comparison.series import STRICT
-from stepmark.comparison.sweep_budget import fresh_s, least, round_s, seconds_of
+from stepmark.comparison.sweep_budget import Least, fresh_s, round_s, seconds_of
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import plural
 from stepmark.store.sweeps import Journal
@@ -39,7 +39,7 @@ def decide(journal: Journal, rounds: int, *, left_s: float) -> list[str]:
     if not sweep.has_race or sweep.selection is not None:
         return []
     dropped, is_decided = _standing(journal.path, sweep, rounds)
-    needed = least(has_repeats=has_repeats(journal.path, sweep))
+    needed = least(journal.path, sweep)
     remarks = [f"dropped: {name} is nowhere the fastest" for name in dropped]
     if dropped:
         journal.change(dropped={**sweep.dropped, **dict.fromkeys(dropped, rounds)})
@@ -75,11 +75,12 @@ def reopen(journal: Journal) -> None:
     )
 
 
-def has_repeats(path: Path, sweep: Sweep) -> bool:
-    """Return whether other machines show how launches of this command vary."""
+def least(path: Path, sweep: Sweep) -> Least:
+    """Return what a verdict takes: less where other machines show how launches vary."""
     sides, _ = _sides(path, sweep, range(1, 2))
-    every = [series for side in sides.values() for series in side.series]
-    return any(series.noise for series in every)
+    if any(series.noise for side in sides.values() for series in side.series):
+        return Least(rounds=1, fresh=1)
+    return Least(rounds=racing.LEAST_ROUNDS, fresh=racing.LEAST_FRESH)
 
 
 def _standing(path: Path, sweep: Sweep, rounds: int) -> tuple[list[str], bool]:

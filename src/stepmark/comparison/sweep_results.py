@@ -12,9 +12,9 @@ from stepmark.comparison import recommendation, sweep_run, tuner_verb
 from stepmark.comparison.comparison_page import page
 from stepmark.comparison.comparison_text import printed
 from stepmark.comparison.recommendation import Advice
-from stepmark.comparison.sweep_budget import least, next_step
+from stepmark.comparison.sweep_budget import next_step
 from stepmark.comparison.sweep_options import SweepOptions
-from stepmark.comparison.sweep_race import Result, compare_settings, has_repeats
+from stepmark.comparison.sweep_race import Result, compare_settings, least
 from stepmark.comparison.sweep_run import RunSettings
 from stepmark.comparison.tuner_verb import ProbeError
 from stepmark.ground.errors import worst
@@ -128,7 +128,7 @@ def print_result(result: Result, lines: Sequence[str]) -> None:
 
 def closing_lines(result: Result | None, sweep: Sweep, path: Path) -> list[str]:
     """Return the recommendation; without a verdict also the budget that would give one."""
-    needed = least(has_repeats=has_repeats(path, sweep))
+    needed = least(path, sweep)
     if result is None:
         return [NOTHING_TO_COMPARE, *next_step(sweep, path, needed, None)]
     return [*advice_lines(result.advice, sweep), *next_step(sweep, path, needed, result.advice)]

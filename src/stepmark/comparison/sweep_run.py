@@ -13,7 +13,7 @@ from pathlib import Path
 from stepmark.cases.plan import ROUND
 from stepmark.cases.sweep import Outcome, Setting, Try
 from stepmark.comparison import sweep_race
-from stepmark.comparison.sweep_budget import least, plan_text, round_s
+from stepmark.comparison.sweep_budget import plan_text, round_s
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring import child
 from stepmark.store.reader import read_info
@@ -117,7 +117,7 @@ class _Budget:
         self._has_plan = True
         is_open = sweep.has_race and sweep.selection is None
         if self._settings.budget_s is not None and is_open:
-            needed = least(has_repeats=sweep_race.has_repeats(journal.path, sweep))
+            needed = sweep_race.least(journal.path, sweep)
             spent_s = self._settings.budget_s - self.left_s
             text = plan_text(sweep, needed, budget_s=self._settings.budget_s, spent_s=spent_s)
             self._settings.report(text)

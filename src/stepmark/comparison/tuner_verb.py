@@ -21,7 +21,7 @@ from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.files import write_text
 from stepmark.ground.options import argv, build
 from stepmark.ground.options import options as options_in
-from stepmark.ground.units import GIB, KIB
+from stepmark.ground.units import GIB, KIB, counts_text
 from stepmark.job_logs.nccl_log import read_log
 from stepmark.measuring import child
 from stepmark.measuring.machine import machine
@@ -206,8 +206,7 @@ def _measured_on(journal: Journal, advice: Advice) -> tuple[Environment, dict[st
 
 
 def _facts(sweep: Sweep, environment: Environment, num_nodes: int, num_ranks: int) -> list[str]:
-    names = Counter(device.name for device in environment.devices)
-    devices = ", ".join(f"{count} x {name}" for name, count in names.items())
+    devices = counts_text(device.name for device in environment.devices)
     settings = "; ".join(setting.name for setting in sweep.settings)
     versions = environment.versions
     rounds = sweep.selection or Selection(rounds=sweep.repeats)

@@ -22,11 +22,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 from stepmark.efficiency.products import ProductLaw
 from stepmark.ground.dtypes import DType
+from stepmark.ground.package_data import data_text
 from stepmark.model.device import DeviceSpec, load_devices
 from stepmark.model.ops import (
     FAMILY_OF,
@@ -401,15 +401,13 @@ def _like(device: DeviceSpec) -> DeviceSpec | None:
 
 @cache
 def _data() -> Mapping[str, Any]:
-    text = files("stepmark").joinpath("data", "kernel_times.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return tomllib.loads(data_text("kernel_times.toml"))
 
 
 @cache
 def _columns() -> Mapping[str, tuple[str, ...]]:
     """Return the columns of the table of products by name."""
-    text = files("stepmark").joinpath("data", "product_times.csv").read_text(encoding="utf-8")
-    names, *rows = csv.reader(text.splitlines())
+    names, *rows = csv.reader(data_text("product_times.csv").splitlines())
     return dict(zip(names, zip(*rows, strict=True), strict=True))
 
 

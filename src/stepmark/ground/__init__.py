@@ -6,7 +6,7 @@
 - option_grid.py: options with lists of values, and their combinations.
 - stats.py, fit.py: order statistics of samples; latency and bandwidth from times.
 - launches.py, variance.py, spread.py, ratio.py, verdicts.py: from launches to verdicts.
-- packages.py: packages that a plain install leaves out.
+- packages.py, package_data.py: packages that a plain install leaves out; its own data.
 - redaction.py: remove secrets from what is stored or printed.
 - files.py, read_text.py, json_text.py, reading.py: write files, read text, JSON and tables.
 - grouping.py: items by a key.

@@ -22,7 +22,7 @@ OF_REPEATS = "of repeats"
 
 
 class Verdict(StrEnum):
-    """SAME: the whole interval lies within the floor, so any difference is negligible."""
+    """SAME: the whole interval lies within EFFECT_FLOOR: any difference is negligible."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -82,9 +82,9 @@ def interval(log_speed: float, half: float) -> tuple[float, float, float]:
     return low, speed, high
 
 
-def is_negligible(low: float, high: float, floor: float) -> bool:
-    """Return whether the whole interval lies within the floor."""
-    return 1 / (1 + floor) <= low and high <= 1 + floor
+def is_negligible(low: float, high: float) -> bool:
+    """Return whether the whole interval lies within EFFECT_FLOOR."""
+    return low >= 1 / (1 + EFFECT_FLOOR) and high <= 1 + EFFECT_FLOOR
 
 
 def holm(p_values: Sequence[float], alpha: float) -> list[bool]:

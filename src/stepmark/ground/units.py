@@ -1,5 +1,6 @@
 """Units, formatting and parsing. Rates use GB = 1e9, sizes KiB/MiB/GiB, the inside SI."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from stepmark.ground.errors import ConfigError
@@ -90,6 +91,11 @@ def plural(number: int, noun: str) -> str:
     """Return e.g. "1 line", "3 lines", "2 processes"."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number} {noun}{ending}"
+
+
+def counts_text(names: Iterable[str]) -> str:
+    """Return e.g. "2 x a, 1 x b" for a, a, b."""
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

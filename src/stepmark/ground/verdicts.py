@@ -98,11 +98,11 @@ SAME_LAUNCHES = Ratio(
 )
 
 
-def judge(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> list[Ratio]:
+def judge(rows: Sequence[Row]) -> list[Ratio]:
     """Return the ratio of speeds of each row with its verdict, judged as one table.
 
-    speed: other over base. Faster and slower: the change is at least the floor, and at most
-    FALSE_SHARE of such verdicts are wrong. Same: the 99 % interval lies within the floor.
+    speed: other over base. Faster and slower: the change is at least EFFECT_FLOOR, and at most
+    FALSE_SHARE of such verdicts are wrong. Same: the 99 % interval lies within it.
     """
     differences = _differences([row for row in rows if not row.is_same])
     certain = _certain(differences)
@@ -111,7 +111,7 @@ def judge(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> list[Ratio]:
     return [
         SAME_LAUNCHES
         if row.is_same
-        else _judge_row(row, by_row.get(id(row)), id(row) in certain, floor)
+        else _judge_row(row, by_row.get(id(row)), id(row) in certain)
         for row in rows
     ]
 
@@ -466,7 +466,7 @@ def _mean_of(rows: Sequence[Row]) -> _Difference | None:
     )
 
 
-def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | None:
+def judge_mean(rows: Sequence[Row]) -> Ratio | None:
     """Return the geometric mean of the ratios of rows; None if nothing is known of its error.
 
     Each launch gives one mean, so rows that drift together count once. Rows that share no
@@ -476,7 +476,7 @@ def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | N
         return SAME_LAUNCHES
     mean = _mean_of(rows) if len(rows) > 1 else None
     if mean is None or any(difference.repeats_df for difference in _differences(rows)):
-        return _mean_of_ratios(rows, floor)
+        return _mean_of_ratios(rows)
     if mean.error.value == 0:
         return None
     counts = mean.error.value / mean.launch.value
@@ -497,10 +497,10 @@ def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | N
         by_row = {id(row): own.value for row, own in zip(rows, of_launch, strict=True)}
         drift = _drift_of(rows, by_row)
         mean = replace(mean, error=total([mean.error, drift]), drift=drift.value)
-    return _judge_row(mean.row, mean, bool(_certain([mean])), floor)
+    return _judge_row(mean.row, mean, bool(_certain([mean])))
 
 
-def _mean_of_ratios(rows: Sequence[Row], floor: float) -> Ratio | None:
+def _mean_of_ratios(rows: Sequence[Row]) -> Ratio | None:
     differences = _differences([row for row in rows if not row.is_same])
     if len(differences) < len(rows):
         return None
@@ -517,12 +517,10 @@ def _mean_of_ratios(rows: Sequence[Row], floor: float) -> Ratio | None:
         repeats_df=min(d.repeats_df for d in differences),
         slow=max(d.slow for d in differences),
     )
-    return _judge_row(rows[0], mean, bool(_certain([mean])), floor)
+    return _judge_row(rows[0], mean, bool(_certain([mean])))
 
 
-def _judge_row(
-    row: Row, difference: _Difference | None, is_certain: bool, floor: float
-) -> Ratio:
+def _judge_row(row: Row, difference: _Difference | None, is_certain: bool) -> Ratio:
     if difference is None:
         counts = len(row.base.logs), len(row.other.logs)
         return Ratio(
@@ -535,15 +533,15 @@ def _judge_row(
     half = difference.error.quantile(_P_INTERVAL) + difference.slow
     low, speed, high = interval(difference.log_speed, half)
     verdict = Verdict.CANNOT_TELL
-    if is_certain and not difference.doubt and max(speed, 1 / speed) >= 1 + floor:
+    if is_certain and not difference.doubt and max(speed, 1 / speed) >= 1 + EFFECT_FLOOR:
         verdict = Verdict.FASTER if speed > 1 else Verdict.SLOWER
-    elif is_negligible(low, high, floor):
+    elif is_negligible(low, high):
         verdict = Verdict.SAME
     launches = None
     reason = f"{len(row.base.logs)} and {len(row.other.logs)} launches"
     reason = reason if row.stated is None else f"noise {row.stated:.2%} as stated"
     if verdict is Verdict.CANNOT_TELL:
-        launches = _launches_that_tell(difference, floor)
+        launches = _launches_that_tell(difference)
         reason = "within drift" if difference.drift else "within noise"
         reason = f"needs {launches} launches a side" if launches else reason
         reason = difference.doubt or reason
@@ -585,13 +583,13 @@ def equal_ratio(launch_sd: float, *, base: int, now: int) -> Ratio:
     )
 
 
-def _launches_that_tell(difference: _Difference, floor: float) -> int | None:
+def _launches_that_tell(difference: _Difference) -> int | None:
     """Return how many launches a side would give a verdict, if they vary as those of now.
 
     None if drift alone is too large, or if _MOST_LAUNCHES would not do.
     """
     change = abs(difference.log_speed)
-    limit = math.log1p(floor)
+    limit = math.log1p(EFFECT_FLOOR)
     own = min(len(difference.row.base.logs), len(difference.row.other.logs))
 
     def tells(count: int) -> bool:

@@ -9,11 +9,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
 from stepmark.ground import signals
 from stepmark.ground.errors import EXIT_CODES, ConfigError, StepmarkError
+from stepmark.ground.package_data import data_text
 
 _LIMIT_S = 60.0  # of one of Slurm's commands; a busy controller takes seconds
 # Exit code and sentence of the states in which a job ends, but COMPLETED and FAILED.
@@ -34,8 +34,7 @@ _KEPT = "finished cases are recorded"
 @cache
 def pending_reasons() -> Mapping[str, str]:
     """Return why a job is pending, by the beginning of Slurm's reason."""
-    text = files("stepmark").joinpath("data", "slurm.toml").read_text(encoding="utf-8")
-    reasons: dict[str, str] = tomllib.loads(text)["pending"]
+    reasons: dict[str, str] = tomllib.loads(data_text("slurm.toml"))["pending"]
     return reasons
 
 

@@ -171,14 +171,22 @@ _IN_PLACE = (
     Collective.BROADCAST,
     Collective.REDUCE,
 )
-_ONLY_IN_PLACE = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
+ONE_BUFFER = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
+ALL_TO_ALLS = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
+# A gather and its mirror image, which sends as much.
+GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+
+
+def is_synchronizing(name: str) -> bool:
+    """Return whether no rank can finish before all have arrived; False for other messages."""
+    return name in FACTS and FACTS[Collective(name)].synchronizing
 
 
 def placements(collective: Collective, api: Api) -> tuple[bool, ...]:
     """Return the values of `in_place` that an API supports."""
     if collective not in _IN_PLACE:
         return (False,)
-    return (True,) if api is Api.TORCH and collective in _ONLY_IN_PLACE else (False, True)
+    return (True,) if api is Api.TORCH and collective in ONE_BUFFER else (False, True)
 
 
 def busbw_factor(collective: Collective, num_ranks: int) -> float:

@@ -7,13 +7,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.package_data import data_text
 from stepmark.ground.read_text import read_toml
 
 _PEAK = "peak_flops_per_s"
@@ -101,8 +101,7 @@ class DeviceSpec:
 @cache
 def load_devices() -> Mapping[str, DeviceSpec]:
     """Return all devices by key, read-only."""
-    text = files("stepmark").joinpath("data", "hardware.toml").read_text(encoding="utf-8")
-    return MappingProxyType(parse_devices(text))
+    return MappingProxyType(parse_devices(data_text("hardware.toml")))
 
 
 def find_device(name: str) -> DeviceSpec | None:

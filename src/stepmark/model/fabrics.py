@@ -4,7 +4,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+
+from stepmark.ground.package_data import data_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +33,11 @@ class Fabric:
 @cache
 def load_fabrics() -> Mapping[str, Fabric]:
     """Return all presets by name."""
-    text = files("stepmark").joinpath("data", "fabrics.toml").read_text(encoding="utf-8")
     return {
         name: Fabric(
             name=name,
             about=table.pop("about"),
             settings=tuple(Setting(name=key, **values) for key, values in table.items()),
         )
-        for name, table in tomllib.loads(text).items()
+        for name, table in tomllib.loads(data_text("fabrics.toml")).items()
     }

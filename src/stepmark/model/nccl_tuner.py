@@ -6,7 +6,7 @@ host. Reductions in the network's switches (SHARP) are left out.
 
 from math import ceil, log2
 
-from stepmark.model.collectives import Collective
+from stepmark.model.collectives import ALL_TO_ALLS, GATHERS, Collective
 
 RING_US = 6.6  # in addition to the hops
 TREE_US = 6.8
@@ -18,8 +18,6 @@ _PAT_US = 8.0
 _PAT_NETWORK_HOP_US = 14.0 / 3.5
 _PAT_RANK_US = 2.8
 _PEERS = 8  # NCCL_MAX_DEV_WORK_P2P_PER_BATCH
-_TO_ALL = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
-_GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
 
 def ring_hops_us(num_ranks: int, num_hosts: int) -> float:
@@ -54,9 +52,9 @@ def latency_us(
     if collective == Collective.ALL_REDUCE:
         ring_us = RING_US + 2 * (ring_hops_us(num_ranks, num_hosts) + ring_us)
         return min(ring_us, TREE_US + tree_hops_us(num_ranks, num_hosts) + 2 * tree_us)
-    if collective not in _GATHERS:
+    if collective not in GATHERS:
         hop_us = _TREE_NETWORK_HOP_US if num_hosts > 1 else _NVLINK_HOP_US
-        rounds = ceil(num_ranks / _PEERS) if collective in _TO_ALL else 1
+        rounds = ceil(num_ranks / _PEERS) if collective in ALL_TO_ALLS else 1
         return RING_US + rounds * (hop_us + tree_us)
     ring_us += RING_US + ring_hops_us(num_ranks, num_hosts)
     if num_hosts < num_ranks:

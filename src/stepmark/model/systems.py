@@ -4,12 +4,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.package_data import data_text
 from stepmark.ground.read_text import read_toml
 from stepmark.ground.units import parse_duration
 from stepmark.model.device import DeviceSpec
@@ -66,8 +66,7 @@ def _system(table: Mapping[str, Any]) -> System:
 
 @cache
 def _tables() -> dict[str, Any]:
-    text = files("stepmark").joinpath("data", "networks.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return tomllib.loads(data_text("networks.toml"))
 
 
 @cache

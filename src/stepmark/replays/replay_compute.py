@@ -37,15 +37,11 @@ def replay_compute(
         return None
     if compute is Compute.SLEEP:
         return op.time_s
-    if not isinstance(op.op, Kernel):
-        if backend_of(op.op, capabilities):
-            return op.op
-        num_bytes = op.op.bytes_moved
-    else:
-        num_bytes = op.op.bytes_moved or 0
+    if not isinstance(op.op, Kernel) and backend_of(op.op, capabilities):
+        return op.op
     if op.time_s is not None:
         return op.time_s
-    copied = num_bytes // 2 // _WORD * _WORD
+    copied = (op.op.bytes_moved or 0) // 2 // _WORD * _WORD
     return Copy(num_bytes=copied) if copied else None
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stepmark.cases.comm_curve import MEASURED, Curve
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.units import format_time
-from stepmark.model.collectives import FACTS, Collective
+from stepmark.model.collectives import is_synchronizing
 from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.step.rank_program import Step, program
 from stepmark.step.workload import CommOp, Group, Workload, pass_of
@@ -218,14 +218,7 @@ def _wire_s(op: CommOp, longest: float | None, shortest: float | None) -> float 
     """
     if op.collective in (SEND, RECV):
         return None
-    return shortest if _is_synchronizing(op) else longest
-
-
-def _is_synchronizing(op: CommOp) -> bool:
-    """Return whether no rank can end it before all have come."""
-    if op.collective in (SEND, RECV):
-        return False
-    return FACTS[Collective(op.collective)].synchronizing
+    return shortest if is_synchronizing(op.collective) else longest
 
 
 def _rate(num_bytes: float, time_s: float | None) -> float | None:
@@ -311,7 +304,7 @@ def arrival_rows(workload: Workload, times: "Times") -> list[Row]:
     calls_of_stages = (
         (message.number, members)
         for message in _messages(workload)
-        if _is_synchronizing(message.op)
+        if is_synchronizing(message.op.collective)
         for members in message.parts
         # Over several stages a message has another number in each.
         if len(members) > 1 and {rank // per_stage for rank in members} == {message.stage}

@@ -165,15 +165,14 @@ def _read(
     traces = map_traces(inputs, partial(_reduce, inputs), shares=shares)
     if traces is None:
         return None
-    by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
     own = {r.info.rank or 0: r.value[1] for r in traces.results}
-    ranks, _, notes = waiting_times(by_rank, inputs)
+    ranks, _, notes = waiting_times(traces, inputs)
     steps = [
         RankLedger(rank=rank, times=step, ledger=_with_waiting(ledger, step))
         for rank, times in ranks
         for step, ledger in zip(times.steps, own[rank], strict=True)
     ]
-    return steps, [*traces.notes, *notes], traces.lead
+    return steps, notes, traces.lead
 
 
 def _reduce(inputs: TraceInputs, trace: RankTrace) -> tuple[RankParts, tuple[Ledger, ...]]:

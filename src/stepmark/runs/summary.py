@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from stepmark.cases.record import RunInfo
-from stepmark.ground.units import format_time
+from stepmark.ground.units import counts_text, format_time
 from stepmark.tables.columns import Row, digits, number, text
 from stepmark.tables.outcomes import MATMULS
 from stepmark.tables.row_tables import (
@@ -29,8 +29,7 @@ SLOW_RANK = 1.03
 
 def summary_lines(run: RunInfo, rows: Sequence[Row]) -> list[str]:
     """Return one finding per line; what was not measured has no line."""
-    names = Counter(device.name for device in run.environment.devices)
-    device = ", ".join(f"{count} x {name}" for name, count in names.items())
+    device = counts_text(device.name for device in run.environment.devices)
     jobs = unique_cases(rows)
     throttled = Counter(text(row, "throttle") for row in jobs if row["throttle"])
     lines = [

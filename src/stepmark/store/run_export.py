@@ -11,8 +11,8 @@ from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.files import config_errors
 from stepmark.ground.packages import load_package
 from stepmark.store import codec
+from stepmark.tables.columns import Row
 from stepmark.tables.export import (
-    Row,
     cell,
     json_text,
     names_of,

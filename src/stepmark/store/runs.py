@@ -10,7 +10,7 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from stepmark.ground import files
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.read_text import open_file
 from stepmark.ground.stats import slowest_per_sample
+from stepmark.ground.units import counts_text
 from stepmark.store import codec, reader
 
 MAX_SAMPLES_IN_LINE = 4096
@@ -71,7 +72,8 @@ class RunWriter(files.Lock):
         """Write to a folder that exists, e.g. one with a plan and no run.json yet."""
         with _config_errors("out", path), contextlib.ExitStack() as on_error:
             writer = on_error.enter_context(cls(path))
-            _write_run(path, info)
+            with files.replaced(path / reader.RUN) as stream:
+                stream.write(codec.encode_run(info))
             on_error.pop_all()
         return writer
 
@@ -196,11 +198,11 @@ def _fingerprint(environment: Environment) -> dict[str, str]:
         if name not in _PLACES and not name.startswith(_JOB)
     }
     return {
-        "device": _counted(device.name for device in devices),
+        "device": counts_text(device.name for device in devices) or "none",
         "ranks per host": str(sorted(Counter(device.host for device in devices).values())),
         "torch": environment.torch,
         **environment.versions,
-        "power limit": _counted(f"{device.power_limit_w} W" for device in devices),
+        "power limit": counts_text(f"{device.power_limit_w} W" for device in devices) or "none",
         "clocks": ", ".join(
             dict.fromkeys(
                 f"{clock_hz / 1e6:.0f} MHz"
@@ -212,17 +214,6 @@ def _fingerprint(environment: Environment) -> dict[str, str]:
         "stepmark commit": environment.git_commit or f"version {environment.stepmark}",
         **variables,
     }
-
-
-def _counted(names: Iterable[str]) -> str:
-    """Return e.g. "2 x a, 1 x b" for a, a, b."""
-    counts = Counter(names)
-    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
-
-
-def _write_run(path: Path, info: RunInfo) -> None:
-    with files.replaced(path / reader.RUN) as stream:
-        stream.write(codec.encode_run(info))
 
 
 @contextlib.contextmanager

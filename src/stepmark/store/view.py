@@ -6,7 +6,6 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from stepmark.cases.case import OpCase
 from stepmark.cases.kind import KINDS
 from stepmark.cases.record import Measured, Record, RunInfo
 from stepmark.ground.options import load
+from stepmark.ground.package_data import data_text
 from stepmark.ground.stats import slowest_per_sample, summarize
 from stepmark.model.device import DeviceSpec, find_device
 from stepmark.model.ops import Op
@@ -116,11 +116,10 @@ def reference(run: RunInfo) -> Mapping[str, float]:
 @lru_cache
 def published_times() -> Sequence[tuple[str, str, str, float]]:
     """Return run_id, device, case_id and median seconds of published operators."""
-    with files("stepmark").joinpath("data", "reference.csv").open(encoding="utf-8") as file:
-        return [
-            (row["run"], row["device"], row["case"], float(row["time_s"]))
-            for row in csv.DictReader(file)
-        ]
+    return [
+        (row["run"], row["device"], row["case"], float(row["time_s"]))
+        for row in csv.DictReader(data_text("reference.csv").splitlines())
+    ]
 
 
 def median_s(record: Measured) -> float:

@@ -118,10 +118,6 @@ _FORMS: dict[Unit, Callable[[float], str]] = {
 }
 
 
-def _nothing(_item: object) -> None:
-    """Return no value: the rows have it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Column(Generic[T]):
     """One column of a table whose rows are made from a T.
@@ -132,7 +128,7 @@ class Column(Generic[T]):
     """
 
     name: str
-    of: Callable[[T], object] = _nothing
+    of: Callable[[T], object] = lambda _item: None  # the rows have it
     unit: Unit = Unit.TEXT
     heading: str = ""
     views: frozenset[View] = frozenset()

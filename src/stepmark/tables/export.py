@@ -14,8 +14,7 @@ from typing import IO, Any, Literal
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import config_errors, write_text, written
 from stepmark.ground.packages import load_package
-
-Row = dict[str, object]
+from stepmark.tables.columns import Row
 
 
 def write_csv(

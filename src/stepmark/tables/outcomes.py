@@ -64,11 +64,6 @@ def measured_ceilings(records: Iterable[Record]) -> Ceilings:
     return Ceilings(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, cases=cases)
 
 
-def status_of(record: Record, num_wrong: int | None) -> str:
-    """Return the outcome of a case in one word."""
-    return "wrong" if num_wrong else record.kind
-
-
 def num_wrong(record: Measured, rank: int | None = None) -> int | None:
     """Return wrong elements over all ranks, or of one; None where nothing was checked."""
     checks = record.checks if rank is None else record.checks[rank : rank + 1]

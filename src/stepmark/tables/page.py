@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
-from importlib.resources import files
 from itertools import zip_longest
 from typing import Literal, NewType
 
+from stepmark.ground.package_data import data_text
 from stepmark.tables.figures import Figure, draw
 
 _FEW_SECTIONS = 3
@@ -115,9 +115,7 @@ def plotly_js() -> str:
     return _data("plotly-basic.min.js")
 
 
-@cache
-def _data(name: str) -> str:
-    return files("stepmark").joinpath("data", name).read_text(encoding="utf-8")
+_data = cache(data_text)
 
 
 def _with_contents(sections: Sequence[Section | Figure]) -> str:

@@ -150,11 +150,6 @@ class _Drawing:
         return (*self.names, "difference") if len(self.names) == 2 else self.names
 
     @property
-    def _rows(self) -> tuple[LedgerRow, ...]:
-        step = LedgerRow(words="step = sum", group=None, times_ms=self.table.steps_ms)
-        return (*self.table.rows, step)
-
-    @property
     def _range(self) -> tuple[float, float]:
         """Return the times at the edges: where any bar begins or ends, in ms."""
         ends = [0.0, *self.table.steps_ms]
@@ -213,7 +208,8 @@ class _Drawing:
 
     def _placed_rows(self) -> Iterator[tuple[int, LedgerRow, bool]]:
         """Yield the upper edge of each row, the row, and whether it is the step."""
-        for index, row in enumerate(self._rows):
+        step = LedgerRow(words="step = sum", group=None, times_ms=self.table.steps_ms)
+        for index, row in enumerate((*self.table.rows, step)):
             is_step = index == len(self.table.rows)
             yield _HEAD + index * self._row_height + 4 * is_step, row, is_step
 

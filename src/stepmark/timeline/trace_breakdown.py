@@ -147,12 +147,11 @@ class Arrivals:
 class RankTimes:
     """Everything about one rank.
 
-    all_steps: numbers of the marks in the trace; empty_steps: those that launched nothing.
-    steps: the selected ones of the others.
+    all_steps: numbers of the marks in the trace, () without any; empty_steps: those that
+    launched nothing. steps: the selected ones of the others.
     num_outside, outside_ns: GPU events that no window contains, and their union.
     """
 
-    is_marked: bool
     all_steps: tuple[int, ...]
     empty_steps: tuple[int, ...]
     steps: tuple[StepTimes, ...]

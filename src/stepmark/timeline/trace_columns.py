@@ -199,3 +199,13 @@ class RankTrace:
     spans: SpanColumns
     comms: CommColumns
     syncs: SyncColumns
+
+
+TABLES = {
+    "gpu": GpuColumns,
+    "calls": CallColumns,
+    "ops": OpColumns,
+    "spans": SpanColumns,
+    "comms": CommColumns,
+    "syncs": SyncColumns,
+}

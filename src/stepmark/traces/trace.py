@@ -1,9 +1,10 @@
 """stepmark trace breakdown: where the time of each step went."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from stepmark.model.kernel_groups import COMMUNICATION, COPIES
 from stepmark.tables.columns import Row
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table, run_table
 from stepmark.timeline.bars import MOST_BARS, MOST_LANES, Bars, bars
+from stepmark.timeline.ledger_text import DEFINITIONS
 from stepmark.timeline.timeline import Span, Timeline
 from stepmark.timeline.trace_breakdown import RankTimes
-from stepmark.timeline.trace_columns import Damage, GpuKind, RankInfo, RankTrace
+from stepmark.timeline.trace_columns import Damage, GpuKind, RankTrace
 from stepmark.traces import trace_breakdown as report
 from stepmark.traces import trace_page
 from stepmark.traces.kineto.arrivals import RankParts, matched, rank_parts, with_arrivals
@@ -27,9 +29,16 @@ from stepmark.traces.kineto.host_ops import WorkGroups
 from stepmark.traces.kineto.links import launches, steps
 from stepmark.traces.kineto.matching import Messages
 from stepmark.traces.kineto.windows import is_communication
-from stepmark.traces.trace_files import damage_notes, deliver, map_traces, without_pauses
+from stepmark.traces.trace_files import (
+    TraceSet,
+    damage_notes,
+    deliver,
+    map_traces,
+    without_pauses,
+)
 from stepmark.traces.trace_options import BreakdownOptions, TraceInputs
 
+T = TypeVar("T")
 _MOST_BARS = MOST_BARS // MOST_LANES  # of one rank: the number of ranks is not known
 
 
@@ -50,22 +59,22 @@ def breakdown(options: BreakdownOptions) -> int:
         page = trace_page.page(
             f"stepmark trace breakdown {' '.join(options.files)}",
             tables,
-            times.bars,
+            {rank: own for r in times.traces.results for rank, own in r.value[1].items()},
             # A step of a rank is one of as many as messages are means over.
             histogram.rows(times.messages.histogram, num_ranks_seen=times.messages.num_steps),
             lines,
-            lead=" ".join(filter(None, (*times.lead.values(), lines[0]))),
+            lead=" ".join(filter(None, (*times.traces.lead.values(), lines[0]))),
         )
         write_text(options.html, page.html(), "html")
     document = {
-        "world_size": times.world_size,
-        "missing_ranks": times.missing_ranks,
+        "world_size": times.traces.world_size,
+        "missing_ranks": times.traces.missing,
         "notes": times.notes,
-        "definitions": report.DEFINITIONS,
+        "definitions": DEFINITIONS,
         **tables,
     }
     text = times.lines(details=options.details)
-    deliver(options, "breakdown", document, tables, text, times.lead)
+    deliver(options, "breakdown", document, tables, text, times.traces.lead)
     return 0
 
 
@@ -73,16 +82,13 @@ def breakdown(options: BreakdownOptions) -> int:
 class StepTimes:
     """Where the time of each step went, on each rank whose trace was read.
 
-    lead: the first sentences of the report, see TraceSet.
+    traces: what was read; with the bars of a step by rank, none unless there is a page.
     """
 
-    world_size: int | None
-    missing_ranks: tuple[int, ...]
+    traces: TraceSet[tuple[RankParts, dict[int, Bars]]]
     ranks: list[tuple[int, RankTimes]]
     messages: Messages
-    bars: dict[int, Bars]  # of a step, by rank; none unless there is a page
     notes: list[str]
-    lead: Mapping[str, str]
 
     @property
     def tables(self) -> dict[str, list[Row]]:
@@ -101,30 +107,22 @@ def step_times(options: BreakdownOptions) -> StepTimes | None:
     traces = map_traces(options, partial(_reduce, options))
     if traces is None:
         return None
-    by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
-    ranks, messages, notes = waiting_times(by_rank, options)
-    return StepTimes(
-        world_size=traces.world_size,
-        missing_ranks=traces.missing,
-        ranks=ranks,
-        messages=messages,
-        bars={rank: own for r in traces.results for rank, own in r.value[1].items()},
-        notes=[*traces.notes, *notes],
-        lead=traces.lead,
-    )
+    ranks, messages, notes = waiting_times(traces, options)
+    return StepTimes(traces=traces, ranks=ranks, messages=messages, notes=notes)
 
 
 def waiting_times(
-    by_rank: Mapping[int, tuple[RankInfo, RankParts]], inputs: TraceInputs
+    traces: TraceSet[tuple[RankParts, T]], inputs: TraceInputs
 ) -> tuple[list[tuple[int, RankTimes]], Messages, list[str]]:
-    """Return the times of ranks, how they wait for each other, matched calls, and notes."""
+    """Return the times of ranks, how they wait for each other, matched calls, and all notes."""
+    by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
     inputs.check_steps(
         {number for _, part in by_rank.values() for number in part.times.all_steps},
-        (info.file for info, part in by_rank.values() if not part.times.is_marked),
+        (info.file for info, part in by_rank.values() if not part.times.all_steps),
     )
     messages = matched(by_rank, inputs.has_step)
     ranks = list(with_arrivals(by_rank, messages).items())
-    notes = list(damage_notes(_damage(ranks)))
+    notes = [*traces.notes, *damage_notes(_damage(ranks))]
     if len(ranks) > 1 and (reasons := (messages.unmatched + messages.uncounted).most_common()):
         more = f"; and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
         text = "; ".join(f"{count} calls: {reason}" for reason, count in reasons[:3])

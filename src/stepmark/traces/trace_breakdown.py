@@ -25,14 +25,13 @@ from stepmark.tables.columns import (
     rows_of,
 )
 from stepmark.tables.table import Table
-from stepmark.timeline.ledger_text import spread_lines
+from stepmark.timeline.ledger_text import DEFINITIONS, spread_lines
 from stepmark.timeline.trace_breakdown import RankTimes, StepTimes
 from stepmark.traces.trace_messages_text import slow_rank, slow_rank_line
 
 Ranks = Sequence[tuple[int, RankTimes]]
 _MOST_ROWS = 16  # of a table by rank; above, the slowest are shown
 _NOTABLE = 0.01  # share of a step from which the first sentence names a rank
-DEFINITIONS = "docs/traces.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +64,16 @@ def _mean_depth(item: _RankStep) -> float | None:
     return queue.depth_ns / window_ns if queue and window_ns else None
 
 
-def _step_words(row: Row) -> str:
-    return "all" if row["step"] is None else str(row["step"])
-
-
 STEP_COLUMNS: tuple[Column[_RankStep], ...] = (
     Column("rank", lambda o: o.rank, COUNT, "", SHOWN),
     Column("device", _of("device"), COUNT, "GPU", SHOWN),
-    Column("step", _of("step"), COUNT, "", SHOWN, words=_step_words),
+    Column(
+        "step",
+        _of("step"),
+        COUNT,
+        views=SHOWN,
+        words=lambda row: "all" if row["step"] is None else str(row["step"]),
+    ),
     Column("clock", lambda o: "host" if o.times.device is None else "gpu"),
     Column("start_ns", _of("start_ns"), COUNT),
     Column("end_ns", _of("end_ns"), COUNT),

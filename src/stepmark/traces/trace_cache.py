@@ -23,7 +23,7 @@ from stepmark.ground.files import user_cache
 from stepmark.ground.packages import is_installed
 from stepmark.model import collectives
 from stepmark.timeline import trace_columns
-from stepmark.timeline.trace_columns import CommArgs, RankInfo, RankTrace
+from stepmark.timeline.trace_columns import TABLES, RankTrace
 from stepmark.traces.kineto import (
     checks,
     event_tables,
@@ -43,30 +43,11 @@ _READERS = (
     *(reader, stream, events, event_tables, gloo, checks, links),
     *(trace_columns, collectives),
 )
-_TABLES = {
-    "gpu": trace_columns.GpuColumns,
-    "calls": trace_columns.CallColumns,
-    "ops": trace_columns.OpColumns,
-    "spans": trace_columns.SpanColumns,
-    "comms": trace_columns.CommColumns,
-    "syncs": trace_columns.SyncColumns,
-}
+# What of a trace is not in columns: with the digests of the columns' files it is the head.
+_FACTS = [field for field in fields(RankTrace) if field.name not in TABLES]
 _HEAD = "trace.json"
 _UNFINISHED = "unfinished-"
 _ABANDONED_S = 86_400  # after which an unfinished entry is a killed process's
-
-
-class _Head(msgspec.Struct):
-    """What of a trace is not in columns, and the digests of the files of the columns."""
-
-    digests: dict[str, str]
-    info: RankInfo
-    names: tuple[str, ...]
-    threads: tuple[tuple[str, str], ...]
-    streams: tuple[tuple[int, str], ...]
-    comm_args: tuple[CommArgs, ...]
-    shapes: tuple[str, ...]
-    operands: tuple[tuple[str, str], ...]
 
 
 def read_cached(path: Path, read: Callable[[Path], RankTrace]) -> RankTrace:
@@ -129,20 +110,19 @@ def _load(entry: Path) -> RankTrace | None:
         digest, _, text = (entry / _HEAD).read_bytes().partition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:
             return None
-        head = msgspec.json.decode(text, type=_Head)
-        tables = dict(_columns(entry, head.digests))
+        head = msgspec.json.decode(text)
+        tables = dict(_columns(entry, head["digests"]))
         os.utime(entry)
-        others = {name: getattr(head, name) for name in head.__struct_fields__[1:]}
         return RankTrace(
-            **others,
+            **{field.name: msgspec.convert(head[field.name], field.type) for field in _FACTS},
             **{
                 name: kind(
                     **(tables.get(name) or {f.name: event_tables.EMPTY for f in fields(kind)})
                 )
-                for name, kind in _TABLES.items()
+                for name, kind in TABLES.items()
             },
         )
-    except (OSError, TypeError, ValueError, msgspec.MsgspecError):
+    except (OSError, KeyError, TypeError, ValueError, msgspec.MsgspecError):
         return None
 
 
@@ -179,7 +159,7 @@ def _store(entry: Path, trace: RankTrace) -> None:
     try:
         digests = {}
         with duckdb.connect(config={"threads": 1}) as connection:
-            for name, kind in _TABLES.items():
+            for name, kind in TABLES.items():
                 table = getattr(trace, name)
                 if table.start.size:
                     file = unfinished / f"{name}.parquet"
@@ -188,8 +168,8 @@ def _store(entry: Path, trace: RankTrace) -> None:
                     connection.table("rows").write_parquet(str(file))
                     connection.unregister("rows")
                     digests[name] = _digest(file)
-        others = {name: getattr(trace, name) for name in _Head.__struct_fields__[1:]}
-        text = msgspec.json.encode(_Head(digests=digests, **others))
+        facts = {field.name: getattr(trace, field.name) for field in _FACTS}
+        text = msgspec.json.encode({"digests": digests, **facts})
         digest = hashlib.sha256(text).hexdigest().encode()
         (unfinished / _HEAD).write_bytes(digest + b"\n" + text)
         shutil.rmtree(entry, ignore_errors=True)  # a damaged one

@@ -88,9 +88,9 @@ class TraceSet(Generic[R]):
     lead: Mapping[str, str]
 
     @property
-    def cut(self) -> str:
-        """Return which traces end early; "" where all are whole."""
-        return self.lead["cut"]
+    def cut_reason(self) -> str:
+        """Return which traces end early, as the end of an error; "" where all are whole."""
+        return self.lead["cut"] and f" ({self.lead['cut'].rstrip('.')})"
 
 
 def map_traces(
@@ -103,8 +103,7 @@ def map_traces(
     Raises ConfigError for files that are no traces, or not of one job.
     """
     paths = trace_files(inputs)
-    read = _checked_trace if inputs.no_cache else partial(read_cached, read=_checked_trace)
-    work = partial(_read, read, reduce)
+    work = partial(_read, _reader(inputs), reduce)
     if not (shares and outer_launcher.is_rank()):
         return _checked(_in_processes(work, paths, inputs.jobs), inputs)
     outer_launcher.as_torchrun()
@@ -211,6 +210,11 @@ def _read(
         windows=step_windows(trace),
         least_ranks=max(sizes, default=1),
     )
+
+
+def _reader(inputs: TraceInputs) -> Callable[[Path], RankTrace]:
+    """Return what reads a trace: from the cache unless --no-cache."""
+    return _checked_trace if inputs.no_cache else partial(read_cached, read=_checked_trace)
 
 
 def _checked_trace(path: Path) -> RankTrace:
@@ -330,8 +334,7 @@ def without_pauses(inputs: T) -> T:
     files = trace_files(inputs)
     if inputs.steps is not None or not is_paused(files):
         return inputs
-    read = _checked_trace if inputs.no_cache else partial(read_cached, read=_checked_trace)
-    groups = step_groups(step_windows(read(files[0])))
+    groups = step_groups(step_windows(_reader(inputs)(files[0])))
     if groups is None:
         return inputs
     return replace(inputs, steps=tuple(groups.fast))

@@ -9,14 +9,13 @@ from stepmark.ground.units import ranks_text
 from stepmark.model.kernel_groups import group_of
 from stepmark.model.ops import Phase
 from stepmark.step.trace_ops import MeasuredOp, MeasuredSteps, OpKey, OpTable
-from stepmark.tables.columns import MS, NUMBER, PERCENT, US, Column, Row, given, text
+from stepmark.tables.columns import MS, NUMBER, PERCENT, US, Column, Row, given, number, text
 from stepmark.tables.table import Table
 
 UNATTRIBUTED = "unattributed"
 MOST_ROWS = 40
 _WIDTH = 90
 _MUCH = 25  # percent
-_MS = 1e6  # nanoseconds
 
 DEFINITIONS = (
     "time: sum over kernels and copies that the steps launched, per step and rank; kernels of "
@@ -139,7 +138,7 @@ def rows(ranks: Ranks, by: str) -> list[Row]:
                 "total_ns": whole.time_ns,
             }
         )
-    return sorted(table, key=lambda row: -number(row, "total_ns"))
+    return sorted(table, key=lambda row: -(number(row, "total_ns") or 0))
 
 
 def whole_of(sums: Iterable[Sum]) -> Sum:
@@ -149,15 +148,9 @@ def whole_of(sums: Iterable[Sum]) -> Sum:
     return whole
 
 
-def number(row: Mapping[str, object], name: str) -> float:
-    value = row[name]
-    assert isinstance(value, int | float)
-    return value
-
-
 def hints(table: Sequence[Row], by: str) -> Iterator[str]:
     """Yield what would tell more where much of the time is not attributed."""
-    shares = [number(row, "share_pct") for row in table if UNATTRIBUTED in row.values()]
+    shares = [number(row, "share_pct") or 0 for row in table if UNATTRIBUTED in row.values()]
     if sum(shares) > _MUCH:
         workload = "" if by == "module" else "--workload FILE tells roles of products, "
         yield (
@@ -185,14 +178,14 @@ def header(ranks: Ranks) -> list[str]:
     which = ranks_text(steps).replace("rank", "step") if marked else "the whole trace"
     step_ns = sum(sum(sums.step_ns) for _, sums in ranks) / count
     lines = [
-        f"{what}: {total_ns / count / _MS:.3f} ms per step, summed over {places}, "
-        f"of {step_ns / _MS:.3f} ms; "
+        f"{what}: {MS.show(total_ns / count)} ms per step, summed over {places}, "
+        f"of {MS.show(step_ns)} ms; "
         f"mean of {ranks_text(rank for rank, _ in ranks)}, {which}"
     ]
     outside_ns = sum(sums.outside_ns for _, sums in ranks)
     if outside_ns:
         text = "of work, of all ranks, was launched outside the steps: it is not counted"
-        lines.append(f"{outside_ns / _MS:.3f} ms {text}")
+        lines.append(f"{MS.show(outside_ns)} ms {text}")
     return lines
 
 
@@ -230,6 +223,7 @@ def lines(ranks: Ranks, table: Sequence[Row], by: str, most: int = MOST_ROWS) ->
         shown = [replace(c, heading="operations") if c.title == "kernels" else c for c in shown]
     lines = Table(table[:most], [*shown, *label_columns(by)]).text()
     if rest := table[most:]:
-        rest_ms = sum(number(row, "total_ns") for row in rest) / num_steps(ranks) / _MS
-        lines.append(f"and {len(rest)} more rows of {rest_ms:.3f} ms together: --csv has all")
+        rest_ns = sum(number(row, "total_ns") or 0 for row in rest) / num_steps(ranks)
+        together = f"{MS.show(rest_ns)} ms together"
+        lines.append(f"and {len(rest)} more rows of {together}: --csv has all")
     return lines

@@ -12,13 +12,14 @@ from pathlib import Path
 from stepmark.cases.record import Measured
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.stats import slowest_per_sample, summarize
+from stepmark.ground.stats import summarize
 from stepmark.ground.units import ranks_text
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.step.trace_ops import PRODUCTS
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
+from stepmark.store.view import median_s
 from stepmark.timeline.trace_breakdown import RankTimes
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces import trace_breakdown, trace_comparison, trace_kernels_text
@@ -215,8 +216,7 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
         return [*header, *(f"note: {note}" for note in notes)]
     # A rank's median: the first profiled step has the profiler's own start in it.
     profiled = max(summarize(sums.step_ns).median for _, sums in ranks if sums.step_ns) * 1e-9
-    unprofiled = summarize(slowest_per_sample(record.samples.seconds)).median
-    unprofiled *= record.training.cycle
+    unprofiled = median_s(record) * record.training.cycle
     rows = trace_kernels_text.rows(ranks, "role")
     return [
         *cut,
@@ -270,9 +270,10 @@ def _read(
         {number for result in traces.results for number in result.steps},
         (result.info.file for result in traces.results if not result.steps),
     )
+    ranks = _comparable(traces)
     return _Kernels(
-        ranks=_ranks(traces),
-        times=_times(traces),
+        ranks=[(rank, each.sums) for rank, each in ranks.items()],
+        times=[(rank, each.times) for rank, each in ranks.items() if each.times],
         notes=[*traces.notes, *notes, *_notes(traces, workload)],
         lead=traces.lead,
         infos=tuple(result.info for result in traces.results),
@@ -300,18 +301,11 @@ def _reduce(
     )
 
 
-def _ranks(traces: TraceSet[_Rank]) -> trace_kernels_text.Ranks:
-    """Return the sums of each rank; times of hosts are not added to those of GPUs."""
+def _comparable(traces: TraceSet[_Rank]) -> dict[int, _Rank]:
+    """Return the ranks that count: times of hosts are not added to those of GPUs."""
     values = {r.info.rank or 0: r.value for r in traces.results if not r.value.missing}
     is_host = all(each.sums.is_host for each in values.values())
-    return [(rank, v.sums) for rank, v in values.items() if v.sums.is_host == is_host]
-
-
-def _times(traces: TraceSet[_Rank]) -> trace_breakdown.Ranks:
-    """Return the times of the ranks of `_ranks`, where they were asked for."""
-    ranks = {rank for rank, _ in _ranks(traces)}
-    found = ((result.info.rank or 0, result.value.times) for result in traces.results)
-    return [(rank, times) for rank, times in found if times is not None and rank in ranks]
+    return {rank: each for rank, each in values.items() if each.sums.is_host == is_host}
 
 
 def _workload(options: KernelsOptions) -> tuple[Workload | None, list[str]]:
@@ -342,12 +336,12 @@ def _notes(traces: TraceSet[_Rank], workload: Workload | None) -> Iterator[str]:
         for result in traces.results
         for each in result.value.missing
     )
-    counted = {rank for rank, _ in _ranks(traces)}
+    comparable = _comparable(traces)
     for result in traces.results:
         rank = result.info.rank or 0
         sums = result.value.sums
         texts = list(sums.notes)
-        if rank not in counted:
+        if rank not in comparable:
             text = "no GPU events, as other ranks have: times of its host are left out"
             texts = [] if result.value.missing else [text]
         elif workload is not None and sums.steps and rank < workload.world_size:

@@ -25,6 +25,7 @@ from stepmark.job_logs.log_sources import (
     kinds_of,
     read_sources,
 )
+from stepmark.model.collectives import is_synchronizing
 from stepmark.model.device import DeviceSpec, find_device
 from stepmark.model.kernel_groups import short_name
 from stepmark.model.network_options import NetworkChoice
@@ -35,7 +36,7 @@ from stepmark.tables.page import Page
 from stepmark.tables.table import Table
 from stepmark.traces import trace_messages_text as report
 from stepmark.traces.kineto.intervals import common, union
-from stepmark.traces.kineto.matching import is_synchronizing, match
+from stepmark.traces.kineto.matching import match
 from stepmark.traces.kineto.messages import RankMessages, rank_messages
 from stepmark.traces.kineto.stream import looks_like_trace
 from stepmark.traces.kineto.windows import in_windows
@@ -369,7 +370,9 @@ class _View:
             "their sizes are not known"
             for name, (count, ns) in sorted(unlinked.items(), key=lambda item: -item[1][0])
         ]
-        if other := [kind for kind in matched.histogram if not is_synchronizing(kind)]:
+        if other := [
+            kind for kind in matched.histogram if not is_synchronizing(kind.collective)
+        ]:
             names = ", ".join(sorted({kind.collective for kind in other}))
             notes.append(
                 f"a rank may end before others begin in {names}: their shortest kernel may be "

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 from stepmark.model.kernel_groups import group_of
-from stepmark.tables.columns import MS, NO_HEADING, PERCENT, Row, given, text
+from stepmark.tables.columns import MS, NO_HEADING, PERCENT, Row, given, number, text
 from stepmark.tables.table import Table
 from stepmark.timeline.critical_path import (
     CATEGORIES,
@@ -130,15 +130,18 @@ _COLUMNS = (
 def _show_path(path: Path) -> Iterator[Row]:
     """Yield each category, the longest first, with its longest names."""
     names = list(_names(path))
-    for row in sorted(_categories(path), key=lambda each: -_ns(each)):
+    for row in sorted(_categories(path), key=lambda each: -(number(each, "time_ns") or 0)):
         category = text(row, "category")
         yield row | {"what": _TITLES.get(category, category)}
         own = [each for each in names if each["category"] == category]
         if len(own) > 1 or own[0]["name"] != category:
             for each in own[:_MOST_NAMES]:
-                yield {"what": f"  {text(each, 'name')[:_NAME]}", "time_ns": _ns(each)}
+                yield {"what": f"  {text(each, 'name')[:_NAME]}", "time_ns": each["time_ns"]}
         if rest := own[_MOST_NAMES:]:
-            yield {"what": f"  {len(rest)} others", "time_ns": sum(map(_ns, rest))}
+            yield {
+                "what": f"  {len(rest)} others",
+                "time_ns": sum(number(each, "time_ns") or 0 for each in rest),
+            }
 
 
 def lines(paths: Sequence[Path]) -> Iterator[str]:
@@ -182,9 +185,3 @@ def _remarks(path: Path) -> Iterator[str]:
             f"clocks of {ranks_text(path.without_clocks)} cannot be compared: the path does "
             "not go on there"
         )
-
-
-def _ns(row: Row, key: str = "time_ns") -> int:
-    value = row[key]
-    assert isinstance(value, int)
-    return value

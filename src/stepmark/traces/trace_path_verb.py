@@ -24,8 +24,7 @@ def run(options: CriticalPathOptions) -> int:
     if not steps:
         value = ", ".join(options.files)
         allowed = "traces with GPU events: without any, trace breakdown shows the host"
-        allowed += traces.cut and f" ({traces.lead['cut'].rstrip('.')})"
-        raise ConfigError("trace", value, allowed)
+        raise ConfigError("trace", value, f"{allowed}{traces.cut_reason}")
     if traces.lead["disjoint"]:
         why = traces.lead["disjoint"].rstrip(".")
         allowed = f"traces of one job, over whose ranks the path goes ({why})"

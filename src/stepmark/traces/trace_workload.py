@@ -15,7 +15,7 @@ from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import config_errors, written
 from stepmark.ground.units import ranks_text
-from stepmark.model.collectives import FACTS, Collective
+from stepmark.model.collectives import is_synchronizing
 from stepmark.step.workload import CommOp, Group, Operation, Workload
 from stepmark.tables.export import is_folder, write_pieces
 from stepmark.timeline.trace_columns import RankTrace
@@ -52,7 +52,7 @@ def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
     traces = map_traces(inputs, partial(program, step=step))
     if traces is None:
         return None
-    notes = filter(None, (traces.cut, traces.lead["disjoint"], *traces.notes))
+    notes = filter(None, (traces.lead["cut"], traces.lead["disjoint"], *traces.notes))
     sys.stderr.writelines(f"note: {note}\n" for note in notes)
     programs = {r.info.rank or 0: r.value for r in traces.results if r.value is not None}
     if len(programs) < len(traces.results):
@@ -89,8 +89,7 @@ def _step(inputs: TraceInputs) -> int:
     if not whole:
         value = ", ".join(inputs.files)
         allowed = "traces with a step that has GPU events on all ranks"
-        allowed += traces.cut and f" ({traces.lead['cut'].rstrip('.')})"
-        raise ConfigError("trace", value, allowed)
+        raise ConfigError("trace", value, f"{allowed}{traces.cut_reason}")
     return sorted(whole, key=lambda number: whole[number])[(len(whole) - 1) // 2]
 
 
@@ -107,7 +106,7 @@ def _workload(
     # Without their waits, which times decide.
     bare = {rank: [replace(op, after=()) for op in own] for rank, own in by_rank.items()}
     messages = {rank: [op for op in bare[rank] if isinstance(op, CommOp)] for rank in bare}
-    notes = [*filter(None, [traces.cut]), *_notes(programs)]
+    notes = [*filter(None, [traces.lead["cut"]]), *_notes(programs)]
     first = min(programs)
     if len(programs) < world:
         if unlike := [rank for rank in messages if messages[rank] != messages[first]]:
@@ -208,9 +207,8 @@ def _timed(
         if isinstance(op, CommOp):
             by_rank = dict(zip(sent, next(messages), strict=True))
             known = [by_rank.get(member) for member in groups[op.group].members(rank)]
-            is_known = op.collective in FACTS and FACTS[Collective(op.collective)].synchronizing
             time = min((each for each in known if each is not None), default=None)
-            if not is_known or None in known:
+            if not is_synchronizing(op.collective) or None in known:
                 time = None
         timed.append(op if time is None else replace(op, time_s=time / 1e9))
     return tuple(timed)
@@ -248,7 +246,7 @@ def convert(options: ConvertOptions) -> int:
         shutil.rmtree(folder if is_new else unfinished, ignore_errors=True)
         raise
     unfinished.rmdir()
-    if traces.cut:
+    if traces.lead["cut"]:
         sys.stdout.write(f"{traces.lead['cut']}\n")
     sys.stderr.writelines(f"note: {note}\n" for note in traces.notes)
     for result in traces.results:

@@ -30,6 +30,7 @@ from stepmark.model.model_names import distinct_names
 from stepmark.store.commands import command_of
 from stepmark.tables.columns import (
     BY_RANK,
+    CONSOLE,
     COUNT,
     EVERYWHERE,
     FLAG,
@@ -58,7 +59,6 @@ from stepmark.tables.outcomes import (
     ratio,
     spread_pct,
     spread_words,
-    status_of,
     status_words,
     validity,
 )
@@ -186,7 +186,7 @@ class TrainOutcome:
     @property
     def status(self) -> str:
         wrong = isinstance(self.record, Measured) and self.record.num_wrong
-        return status_of(self.record, wrong or None)
+        return "wrong" if wrong else self.record.kind
 
 
 def all_ranks(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], object]:
@@ -211,7 +211,6 @@ def _measured(of: Callable[[Measured], object]) -> Callable[[TrainOutcome], obje
     return lambda o: of(o.record) if isinstance(o.record, Measured) else None
 
 
-_CONSOLE = frozenset({View.CONSOLE})
 _RANKS = frozenset({View.RANKS})
 TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("family", lambda o: o.case.family),
@@ -250,7 +249,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
         figure(lambda f: f.spread_pct),
         PERCENT,
         "+- %",
-        _CONSOLE,
+        CONSOLE,
         3,
         words=spread_words,
     ),

@@ -5,12 +5,10 @@ Sizes are those that nccl-tests calls size: the whole buffer, not one rank's par
 
 import math
 
-from stepmark.model.collectives import Collective
+from stepmark.model.collectives import ALL_TO_ALLS, GATHERS, Collective
 from stepmark.model.model import ModelConfig
 
 ROLES = ("activation", "layer", "moe_layer", "dispatch")
-_GATHERED = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-_EXCHANGED = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
 
 
 def messages(
@@ -33,14 +31,14 @@ def messages(
     """
     tokens = mbs * seq_len
     activation = tokens * model.hidden_size * itemsize
-    if collective in _EXCHANGED:
+    if collective in ALL_TO_ALLS:
         if model.moe is None:
             return {"activation": activation}
         rows = math.ceil(tokens * model.moe.top_k / num_ranks) * num_ranks
         width = model.moe.latent_size or model.hidden_size
         return {"dispatch": rows * width * itemsize}
     sizes = {"activation": activation}
-    if collective in _GATHERED:
+    if collective in GATHERS:
         for layer in model.layer_counts:
             role = "moe_layer" if layer.has_experts else "layer"
             sizes.setdefault(role, model.layer_params(layer) * itemsize)

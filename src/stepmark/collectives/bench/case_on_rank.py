@@ -256,7 +256,8 @@ class CaseOnRank:
         if self._local is None:
             return timing.IdleTimer(ranks, f"{name}/{timing.VERSION}", name == "blocking")
         calls = self._calls
-        wait_s = self.arrival_s()
+        # Ranks arrive after the first one, evenly spaced.
+        wait_s = case.skew_s * self._local[1] / max(1, case.num_ranks - 1)
         k = self._calls_per_sample(estimate_s)
         if case.device == "cpu":
             return timing.HostTimer(calls, ranks, k, name=name, wait_s=wait_s)
@@ -272,13 +273,6 @@ class CaseOnRank:
                 return timing.GraphTimer(calls, ranks, k, wait_s=wait_s)
             case Mode.BLOCKING:
                 return timing.BlockingTimer(calls, ranks, aligned=case.aligned, wait_s=wait_s)
-
-    def arrival_s(self) -> float:
-        """Return the arrival delay of this rank after the first: evenly spaced by rank."""
-        if self._local is None:
-            return 0.0
-        case, index = self._local
-        return case.skew_s * index / max(1, case.num_ranks - 1)
 
     def concurrent_compute(self) -> "ConcurrentCompute | None":
         """Return the concurrent compute; only then are all operators imported."""

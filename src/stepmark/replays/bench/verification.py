@@ -16,12 +16,11 @@ from stepmark.cases.message import RECV, SEND
 from stepmark.cases.record import Check
 from stepmark.collectives.bench import data
 from stepmark.measuring.verify import TORCH_DTYPE, merge
-from stepmark.model.collectives import FACTS, Collective
+from stepmark.model.collectives import FACTS, ONE_BUFFER, Collective
 from stepmark.replays.bench.engine import Program, calls_of, is_message, only_sends
 from stepmark.replays.bench.messages import Work, elements, message, peer_of, redop_of
 from stepmark.step.rank_program import Step
 
-_IN_PLACE = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.REDUCE)
 _NOTHING = Check(max_rel_err=0.0, tolerance=0.0, num_wrong=0, num_compared=0, reference="")
 
 
@@ -84,7 +83,7 @@ class _CheckedBuffers:
         )
         data.poison(recv)
         data.poison(send)
-        filled = recv if case.collective in _IN_PLACE else send
+        filled = recv if case.collective in ONE_BUFFER else send
         if case.collective is not Collective.BROADCAST or index == case.root:
             data.fill(case, index, filled, self._rounds[key])
         number = self._rounds[key]

@@ -17,8 +17,9 @@ from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.step.trace_ops import COARSE, MARK
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.timeline.trace_columns import NONE, Ints, RankTrace
-from stepmark.traces.kineto.host_ops import OPTIMIZER_MARK, STACK, HostOps, distinct, nearest
-from stepmark.traces.kineto.links import innermost, launches, lookup
+from stepmark.traces.kineto.event_tables import STACK
+from stepmark.traces.kineto.host_ops import OPTIMIZER_MARK, HostOps, nearest
+from stepmark.traces.kineto.links import distinct, innermost, launches, lookup
 from stepmark.traces.kineto.roles import Place, place_of
 
 PHASES = ("", Phase.FWD, Phase.DGRAD, Phase.WGRAD, Phase.BWD, Phase.OPTIM)

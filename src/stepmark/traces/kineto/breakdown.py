@@ -4,7 +4,7 @@ Also its launch calls, the queue between host and GPU, and its copies.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -69,14 +69,15 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     if not trace.gpu.start.size:
         steps = links.steps(trace)
         missing = tuple(missing_work(trace))
-        times = _no_times(steps) if missing else host_times(trace, steps, selects)
-        return replace(times, damage=missing)
+        if not missing:
+            return host_times(trace, steps, selects)
+        numbers = steps.numbers if steps.is_marked else ()
+        return RankTimes(all_steps=numbers, empty_steps=(), steps=(), damage=missing)
     steps, own = gpus(trace, selects)
     outside = [_outside(gpu) for gpu in own]
     with_work = {steps.numbers[i] for i in np.unique(steps.of_gpu) if i != NONE}
     chosen = np.concatenate([gpu.rows[gpu.place != NONE] for gpu in own])
     return RankTimes(
-        is_marked=steps.is_marked,
         all_steps=steps.numbers if steps.is_marked else (),
         empty_steps=tuple(sorted(set(steps.numbers) - with_work)),
         steps=tuple(step for gpu in own for step in _step_times(gpu)),
@@ -124,11 +125,6 @@ def gpus(trace: RankTrace, selects: Selects) -> tuple[links.Steps, list[Gpu]]:
             )
         )
     return steps, result
-
-
-def _no_times(steps: links.Steps) -> RankTimes:
-    numbers = steps.numbers if steps.is_marked else ()
-    return RankTimes(is_marked=steps.is_marked, all_steps=numbers, empty_steps=(), steps=())
 
 
 def _outside(gpu: Gpu) -> tuple[int, int]:

@@ -40,7 +40,7 @@ _OTHER_DEVICES = re.compile(r"^(?:mtia|xpu|hpu|privateuse1)_(?!runtime|driver)|^
 _ROCM_COPIES = {"__amd_rocclr_copy": GpuKind.MEMCPY, "MEMORY_COPY_": GpuKind.MEMCPY}
 _ROCM_COPIES["__amd_rocclr_fill"] = GpuKind.MEMSET
 _COMM = "record_param_comms"
-_MODULE = "nn.Module: "
+STACK = "nn.Module: "
 _MARKER = "Marker"  # PyTorch-ROCm before 2.1.2: not work of the GPU
 # Operations whose shapes say which product or attention of a model they are.
 _SHAPED = re.compile(
@@ -95,7 +95,7 @@ class EventTables:
                 if table == "gpu" and any(event.name == _MARKER for event in rows):
                     tables[table] = self._without_markers(tables[table])
             elif cat == "python_function":
-                modules = [event for event in rows if event.name.startswith(_MODULE)]
+                modules = [event for event in rows if event.name.startswith(STACK)]
                 tables.setdefault("spans", []).extend(modules)
         for table, candidates in tables.items():
             if rows := self._valid(candidates):

@@ -4,7 +4,7 @@ Tables end with a row for NONE, so that rows of columns may be NONE.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,10 +15,10 @@ from stepmark.ground import json_text
 from stepmark.model.kernel_groups import GROUPS, OTHER, group_of
 from stepmark.step.trace_ops import MARK, PRODUCTS
 from stepmark.timeline.trace_columns import NONE, Flags, Ints, OpColumns, RankTrace, SpanColumns
-from stepmark.traces.kineto.links import innermost, name_flags, parents_by_thread
+from stepmark.traces.kineto.event_tables import STACK
+from stepmark.traces.kineto.links import distinct, innermost, name_flags, parents_by_thread
 
 T = TypeVar("T", OpColumns, SpanColumns)
-STACK = "nn.Module: "
 OPTIMIZER_MARK = re.compile(rf"{MARK}optimizer$|Optimizer\.")
 PHASE_MARKS = tuple(MARK + name for name in ("data", "forward", "backward", "optimizer"))
 _NODE = "autograd::engine::evaluate_function"
@@ -203,19 +203,6 @@ def nearest(parent: Ints, flag: Flags) -> Ints:
     while (pending := np.flatnonzero((found != NONE) & ~flag[found])).size:
         found[pending] = parent[found[pending]]
     return found
-
-
-def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Return a row of each distinct combination, and the combination of each row.
-
-    Values are non-negative, or NONE.
-    """
-    place = np.zeros(columns[0].size, np.int64)
-    first = place[:1]
-    for column in columns:
-        code = place * (int(column.max(initial=NONE)) + 2) + column + 1
-        _, first, place = np.unique(code, return_index=True, return_inverse=True)
-    return first, place
 
 
 def _with_none(table: T) -> T:

@@ -53,7 +53,6 @@ def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -
         in_windows(times, windows).tolist() for times in (compute, comm, exposed)
     )
     return RankTimes(
-        is_marked=steps.is_marked,
         all_steps=steps.numbers if steps.is_marked else (),
         empty_steps=tuple(steps.numbers[i] for i in np.flatnonzero(~runs)),
         steps=tuple(

@@ -25,10 +25,19 @@ from stepmark.traces.kineto.attribution import (
     by_shape,
     operation_of,
 )
-from stepmark.traces.kineto.host_ops import PHASE_MARKS, HostOps, distinct, nearest
+from stepmark.traces.kineto.gloo import WORK
+from stepmark.traces.kineto.host_ops import PHASE_MARKS, HostOps, nearest
 from stepmark.traces.kineto.host_times import COMM_NAME
 from stepmark.traces.kineto.intervals import time_before
-from stepmark.traces.kineto.links import Steps, gpu_comms, launches, name_flags, step_of, steps
+from stepmark.traces.kineto.links import (
+    Steps,
+    distinct,
+    gpu_comms,
+    launches,
+    name_flags,
+    step_of,
+    steps,
+)
 from stepmark.traces.kineto.windows import (
     Windows,
     communication_and_compute,
@@ -36,7 +45,6 @@ from stepmark.traces.kineto.windows import (
     is_communication,
 )
 
-_GLOO = "gloo:"
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
 _CALL = re.compile(r"^c10d::(?:\w+_|send)$")
 _KINDS = (COMPUTE, COMM, MEMORY)
@@ -177,7 +185,7 @@ def _with_gloo(trace: RankTrace) -> RankTrace:
     """Return the trace with gloo's messages, which are annotations, as operations."""
     spans = trace.spans
     ops = trace.ops
-    is_gloo = name_flags(trace.names, lambda name: name.startswith(_GLOO))
+    is_gloo = name_flags(trace.names, lambda name: name.startswith(WORK))
     own = np.flatnonzero(is_gloo[spans.name])
     columns = {each.name: np.full(own.size, NONE, np.int64) for each in fields(OpColumns)}
     columns |= {each.name: getattr(spans, each.name)[own] for each in fields(SpanColumns)}
@@ -195,7 +203,7 @@ def _callers(host: HostOps) -> Ints:
     """
     ops = host.ops
     rows = np.arange(host.ops.start.size - 1)
-    is_message = host.where(lambda name: name.startswith(_GLOO))[ops.name]
+    is_message = host.where(lambda name: name.startswith(WORK))[ops.name]
     messages = np.flatnonzero(is_message)
     calls = np.flatnonzero(host.where(_CALL.match)[ops.name])
     if messages.size == calls.size and (ops.start[calls] <= ops.start[messages]).all():

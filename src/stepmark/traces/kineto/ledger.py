@@ -13,7 +13,7 @@ from stepmark.timeline.trace_columns import NONE, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto.attribution import PHASES, attribute, operation_of
 from stepmark.traces.kineto.breakdown import Gpu, gpus
 from stepmark.traces.kineto.checks import missing_work
-from stepmark.traces.kineto.host_ops import HostOps, distinct
+from stepmark.traces.kineto.host_ops import HostOps
 from stepmark.traces.kineto.host_times import host_times, work_on_threads
 from stepmark.traces.kineto.idle import idle_gaps
 from stepmark.traces.kineto.intervals import (
@@ -26,7 +26,7 @@ from stepmark.traces.kineto.intervals import (
     union,
     without,
 )
-from stepmark.traces.kineto.links import gpu_comms, name_flags, steps
+from stepmark.traces.kineto.links import distinct, gpu_comms, name_flags, steps
 from stepmark.traces.kineto.windows import is_communication
 
 # Names of lines: kinds of work, and the same where it is recomputed.

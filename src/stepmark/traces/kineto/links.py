@@ -247,7 +247,7 @@ def sums(
     totals: dict[tuple[int, ...], Ints] = {}
     for block in blocks(keys[0].size):
         own = [key[block] for key in keys]
-        first, row = _distinct(own)
+        first, row = distinct(own)
         columns = [np.ones(row.size, np.int64), *(value[block] for value in values)]
         sums = np.zeros((len(first), len(columns)), np.int64)
         for number, column in enumerate(columns):
@@ -259,7 +259,7 @@ def sums(
         yield each, tuple(totals[each].tolist())
 
 
-def _distinct(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
+def distinct(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
     """Return a row of each distinct key in ascending order, and of each row its key's place."""
     first = np.empty(0, np.int64)
     place = np.zeros(keys[0].size, np.int64)

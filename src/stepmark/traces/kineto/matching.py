@@ -15,11 +15,11 @@ import numpy as np
 
 from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, Tally
 from stepmark.ground.units import ranks_text
-from stepmark.model.collectives import FACTS, Collective
+from stepmark.model.collectives import ALL_TO_ALLS, is_synchronizing
 from stepmark.timeline.trace_columns import NONE, CommArgs, RankInfo
 from stepmark.traces.kineto.instances import PHASES
 from stepmark.traces.kineto.intervals import union
-from stepmark.traces.kineto.messages import ALL_TO_ALL, RankMessages, kind_of, members_of
+from stepmark.traces.kineto.messages import RankMessages, kind_of, members_of
 
 
 @dataclass(slots=True)
@@ -87,11 +87,11 @@ class _Kind:
     def __post_init__(self) -> None:
         kind = self.kind
         self.signature = (kind.collective, kind.dtype, kind.message_bytes)
-        if kind.collective in ALL_TO_ALL:  # uneven parts differ over ranks
+        if kind.collective in ALL_TO_ALLS:  # uneven parts differ over ranks
             self.signature = ("all_to_all", kind.dtype)
         elif kind.collective in (SEND, RECV):
             self.signature = ("pair", kind.dtype, kind.call_bytes)
-        self.is_synchronizing = is_synchronizing(kind)
+        self.is_synchronizing = is_synchronizing(kind.collective)
 
 
 @dataclass(slots=True, eq=False)
@@ -300,12 +300,6 @@ def _time(calls: Sequence[_Call], spreads: list[tuple[int, int, int]]) -> None:
         call.latest = max(starts)
         call.last = calls[known.index(shortest)].rank if is_one else NONE
     spreads.append((max(ends) - min(ends), max(starts) - min(starts), min(ends) - max(starts)))
-
-
-def is_synchronizing(kind: MessageKind) -> bool:
-    """Return whether no rank can end before all have arrived: the shortest is the transfer."""
-    name = kind.collective
-    return name in list(Collective) and FACTS[Collective(name)].synchronizing
 
 
 def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:

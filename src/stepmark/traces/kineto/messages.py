@@ -9,7 +9,7 @@ import numpy as np
 from stepmark.cases.message import MessageKind, sized
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground.dtypes import message_dtype
-from stepmark.model.collectives import Collective, torch_collective
+from stepmark.model.collectives import ALL_TO_ALLS, GATHERS, Collective, torch_collective
 from stepmark.timeline.trace_columns import (
     NONE,
     CommArgs,
@@ -27,8 +27,6 @@ from stepmark.traces.kineto.links import Steps, step_of, sums, whole
 from stepmark.traces.kineto.links import steps as steps_of
 
 _COPY = re.compile("(H|D)(?:ost|evice)?_?to_?(H|D)", re.IGNORECASE)
-GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-ALL_TO_ALL = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +140,12 @@ def kind_of(args: CommArgs, members: Sequence[int], phase: str) -> MessageKind |
         return "calls without types and sizes (record_shapes=True of the profiler records them)"
     if dtype is None:
         return f"calls of unknown type {args.dtype}"
-    if name in ALL_TO_ALL:
+    if name in ALL_TO_ALLS:
         splits = (args.in_splits, args.out_splits)
         is_uneven = any(len(set(sizes)) > 1 for sizes in splits)
         is_uneven |= args.in_elements != args.out_elements
         is_cut = name == Collective.ALL_TO_ALL_V and not any(splits)
-        name = ALL_TO_ALL[is_uneven or is_cut]
+        name = ALL_TO_ALLS[is_uneven or is_cut]
     call_bytes, message_bytes = sized(
         name, args.in_elements * dtype[1], args.out_elements * dtype[1], num_ranks
     )

@@ -12,16 +12,11 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.garbage import no_collection
 from stepmark.timeline.trace_columns import (
     NONE,
-    CallColumns,
-    CommColumns,
+    TABLES,
     Damage,
-    GpuColumns,
     Ints,
-    OpColumns,
     RankInfo,
     RankTrace,
-    SpanColumns,
-    SyncColumns,
 )
 from stepmark.traces.kineto.event_tables import EMPTY, EventTables
 from stepmark.traces.kineto.events import LEFT_OUT, Header, group_of
@@ -96,17 +91,7 @@ def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
         rank = next(iter(tables.ranks))
     versions = _versions(header)
     tables.add_gloo()
-    columns = {
-        name: _table(tables, name, kind, base)
-        for name, kind in (
-            ("gpu", GpuColumns),
-            ("calls", CallColumns),
-            ("ops", OpColumns),
-            ("spans", SpanColumns),
-            ("comms", CommColumns),
-            ("syncs", SyncColumns),
-        )
-    }
+    columns = {name: _table(tables, name, kind, base) for name, kind in TABLES.items()}
     starts = [int(table["start"][0]) for table in columns.values() if table["start"].size]
     ends = [int(table["end"].max()) for table in columns.values() if table["end"].size]
     info = RankInfo(
@@ -137,12 +122,7 @@ def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
         operands=tuple(
             (types.decode(), strides.decode()) for _, types, strides in tables.shapes
         ),
-        gpu=GpuColumns(**columns["gpu"]),
-        calls=CallColumns(**columns["calls"]),
-        ops=OpColumns(**columns["ops"]),
-        spans=SpanColumns(**columns["spans"]),
-        comms=CommColumns(**columns["comms"]),
-        syncs=SyncColumns(**columns["syncs"]),
+        **{name: kind(**columns[name]) for name, kind in TABLES.items()},
     )
 
 

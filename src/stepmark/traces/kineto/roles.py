@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from stepmark.step.module import TOGETHER, role_of
 from stepmark.step.trace_ops import COARSE, MARK, WHOLE
-from stepmark.traces.kineto.host_ops import FSDP, PHASE_MARKS, STACK
+from stepmark.traces.kineto.event_tables import STACK
+from stepmark.traces.kineto.host_ops import FSDP, PHASE_MARKS
 
 _BLOCK = re.compile(r"blocks\.(\d+)(?:\.(.+))?$")
 _STACK_LAYER = re.compile(r"(?:^|\.)\w*(?:Block|Layer)_(\d+)(?:\.|$)")

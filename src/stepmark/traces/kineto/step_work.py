@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stepmark.model.collectives import FACTS, Collective, torch_collective
+from stepmark.model.collectives import is_synchronizing, torch_collective
 from stepmark.timeline.critical_path import COMMUNICATION, COMPUTE, COPIES
 from stepmark.timeline.trace_columns import NONE, CommArgs, Flags, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto.export import busy_steps
@@ -153,8 +153,7 @@ class _Work:
             args = self.trace.comm_args[self.args[rows[place]]]
             key = members_of(args, self.trace.info), args.group
             name = torch_collective(args.collective)
-            is_known = name in list(Collective) and FACTS[Collective(name)].synchronizing
-            if is_known and len(key[0]) > 1:
+            if is_synchronizing(name) and len(key[0]) > 1:
                 sizes = args.in_elements, args.out_elements
                 result[place] = Instance(
                     *key, counts[key], (args.collective, args.dtype, *sizes)
