@@ -89,6 +89,15 @@ def test_steady_times_stop_early(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(record.samples.seconds[0]) == 5 * 100  # five batches of 0.1 s, all alike
 
 
+def test_batches_last_a_tenth_of_a_second_whatever_the_estimate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host that launches late makes the estimate of a call ten times as long."""
+    install(monkeypatch, {"good": impl()}, steady, call_s=1e-2)
+    record = one(gemm(), Effort(sample_s=30, soak_s=0))
+    assert record.samples.batches == (10, 100, 100, 100, 100)
+
+
 def test_a_device_at_its_limit_is_never_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product at the power limit can be alike for half a second and 2 % off (H200)."""
     monkeypatch.setattr(operators.Sampler, "is_limited", lambda _: True)

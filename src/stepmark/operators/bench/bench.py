@@ -13,7 +13,7 @@ import torch
 from stepmark.cases.case import ClockName, OpCase, Rate
 from stepmark.cases.plan import Entry, OpHow
 from stepmark.cases.record import Check, Measured, Samples
-from stepmark.ground.stats import slowest_per_sample
+from stepmark.ground.stats import slowest_per_sample, summarize
 from stepmark.ground.units import format_bytes
 from stepmark.measuring import clock as clocks
 from stepmark.measuring.clock import BURST_IDLE_S, Effort, is_enough, is_flat
@@ -372,7 +372,8 @@ def _collect(
     own_soak_s are soak. Returns the samples, how many each batch has, and the seconds of soak.
     A fixed number of samples is kept exactly.
     """
-    most = _batch(timer, estimate_s, min(_BATCH_S[case.rate], effort.sample_s / 4))
+    length_s = min(_BATCH_S[case.rate], effort.sample_s / 4)
+    most = _batch(timer, estimate_s, length_s)
     resume_at = 0.0
     seconds: list[float] = []
     batches: list[list[float]] = []  # slowest rank per sample
@@ -405,6 +406,8 @@ def _collect(
         of_ranks = context.ranks.gather((batch, sampler.is_limited()))
         all_batches, limited = zip(*of_ranks, strict=True)
         batches.append(slowest_per_sample(all_batches))
+        # The estimate is longer where a busy host launched its calls.
+        most = _batch(timer, summarize(batches[-1]).median, length_s)
         is_enough_now, ends_soak = context.ranks.decide(verdict)
         if is_enough_now:
             return seconds, tuple(map(len, batches)), soak_s
