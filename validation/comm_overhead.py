@@ -45,7 +45,7 @@ def bare(t: torch.Tensor, k: int, num_samples: int) -> list[float]:
 def ours(ranks: Ranks, t: torch.Tensor, k: int, num_samples: int) -> list[float]:
     call = functools.partial(dist.all_reduce, t)
     timer = timing.HostTimer([call], ranks, k, name="queued", wait_s=0.0)
-    return collect(ranks, timer, None, SAMPLE_S, DEFAULT, num_samples).seconds
+    return collect(ranks, timer, None, SAMPLE_S, DEFAULT, num_samples, num_samples).seconds
 
 
 def turn(ranks: Ranks, way: Way) -> tuple[float, float]:
