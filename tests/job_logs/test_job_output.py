@@ -10,7 +10,7 @@ from tests.job_logs.training_lines import VERSIONS, Version, known_steps
 
 from stepmark.findings.finding import Finding, Severity
 from stepmark.ground.errors import ConfigError
-from stepmark.job_logs.job_output import is_job_output
+from stepmark.job_logs.job_output import OutputReader, is_job_output
 from stepmark.job_logs.job_output.lines import split_tag
 from stepmark.job_logs.log_options import LogsOptions
 from stepmark.job_logs.log_sources import collect
@@ -220,3 +220,13 @@ def test_nccl_lines_after_much_other_output_are_a_log(tmp_path: Path, others: in
         path.write_text("iteration 1 loss 2.5\n" * 9999 + line)
     (source,) = read_report(collect(list(map(str, words))), LogsOptions(files=())).sources
     assert source.kind == "NCCL log"
+
+
+def test_an_end_before_the_first_time_of_its_file_has_no_time() -> None:
+    reader = OutputReader()
+    for index, stamp in enumerate(("2026-01-01 10:00:00 ", "")):
+        reader.enter_file(f"{index}.txt", index)
+        reader.read(f"{stamp}srun: error: node-3: task {index}: Killed".encode(), 1)
+        reader.leave_file()
+    first, second = reader._exits.failures(lambda _process: None)
+    assert (first.time_s is not None, second.time_s) == (True, None)

@@ -261,7 +261,7 @@ class OutputReader:
     def enter_file(self, file: str, index: int) -> None:
         self._file = file
         self._file_index = index
-        self._clock = None
+        self._clock = self._exits.clock = None
         self._has_end = False
         self._benchmarks = OutputsReader()
         self._steps[index] = TrainingSteps()
