@@ -207,6 +207,13 @@ def number(row: Row, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
+def known(row: Row, key: str) -> float:
+    """Return a number that every row of a table has, as it is: whole ones stay whole."""
+    value = row[key]
+    assert isinstance(value, int | float), key
+    return value
+
+
 def text(row: Row, key: str) -> str:
     """Return a cell as text; empty where it is unknown."""
     value = row.get(key)

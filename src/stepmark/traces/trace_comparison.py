@@ -15,7 +15,17 @@ from stepmark.ground.launches import Row as Judged
 from stepmark.ground.launches import Sample
 from stepmark.ground.ratio import Ratio, Verdict
 from stepmark.ground.verdicts import FALSE_SHARE, judge
-from stepmark.tables.columns import MS, RATIO, SIGNED_MS, Row, digits, given, number, text
+from stepmark.tables.columns import (
+    MS,
+    RATIO,
+    SIGNED_MS,
+    Row,
+    digits,
+    given,
+    known,
+    number,
+    text,
+)
 from stepmark.tables.table import Table
 from stepmark.traces import trace_breakdown
 from stepmark.traces.trace_kernels_text import (
@@ -59,7 +69,7 @@ def rows(a: Launches, b: Launches, by: str) -> list[Row]:
         dict(zip(COLUMNS[by], label, strict=True)) | row
         for label, row in zip(labels, _compared([(p, counts) for p in pairs]), strict=True)
     ]
-    return sorted(table, key=lambda row: -abs(number(row, "difference_ns") or 0))
+    return sorted(table, key=lambda row: -abs(known(row, "difference_ns")))
 
 
 def step_rows(
@@ -75,7 +85,7 @@ def step_rows(
         sums = (Sum(kernels=1), Sum(kernels=1))
         for own, launches in zip(sums, sides, strict=True):
             for launch, rows in enumerate(launches):
-                own.by_step_ns[launch] = sum(int(number(row, column) or 0) for row in rows)
+                own.by_step_ns[launch] = sum(int(known(row, column)) for row in rows)
             own.time_ns = own.by_step_ns.total()
         if sums[0].time_ns or sums[1].time_ns:
             pairs[title] = sums
@@ -185,7 +195,7 @@ def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str
     first = of_label[0].name
     rows = list(table[:MOST_ROWS])
     if more := table[MOST_ROWS:]:
-        rest: Row = {name: sum(number(row, name) or 0 for row in more) for name in _FIELDS}
+        rest: Row = {name: sum(known(row, name) for row in more) for name in _FIELDS}
         rows.append(rest | {first: f"{len(more)} more rows (--csv has all)"})
     if sums:
         rows.append({**sums, first: "sum"})

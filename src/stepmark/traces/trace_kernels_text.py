@@ -9,7 +9,17 @@ from stepmark.ground.units import ranks_text
 from stepmark.model.kernel_groups import group_of
 from stepmark.model.ops import Phase
 from stepmark.step.trace_ops import MeasuredOp, MeasuredSteps, OpKey, OpTable
-from stepmark.tables.columns import MS, NUMBER, PERCENT, US, Column, Row, given, number, text
+from stepmark.tables.columns import (
+    MS,
+    NUMBER,
+    PERCENT,
+    US,
+    Column,
+    Row,
+    given,
+    known,
+    text,
+)
 from stepmark.tables.table import Table
 
 UNATTRIBUTED = "unattributed"
@@ -138,7 +148,7 @@ def rows(ranks: Ranks, by: str) -> list[Row]:
                 "total_ns": whole.time_ns,
             }
         )
-    return sorted(table, key=lambda row: -(number(row, "total_ns") or 0))
+    return sorted(table, key=lambda row: -known(row, "total_ns"))
 
 
 def whole_of(sums: Iterable[Sum]) -> Sum:
@@ -150,7 +160,7 @@ def whole_of(sums: Iterable[Sum]) -> Sum:
 
 def hints(table: Sequence[Row], by: str) -> Iterator[str]:
     """Yield what would tell more where much of the time is not attributed."""
-    shares = [number(row, "share_pct") or 0 for row in table if UNATTRIBUTED in row.values()]
+    shares = [known(row, "share_pct") for row in table if UNATTRIBUTED in row.values()]
     if sum(shares) > _MUCH:
         workload = "" if by == "module" else "--workload FILE tells roles of products, "
         yield (
@@ -223,7 +233,7 @@ def lines(ranks: Ranks, table: Sequence[Row], by: str, most: int = MOST_ROWS) ->
         shown = [replace(c, heading="operations") if c.title == "kernels" else c for c in shown]
     lines = Table(table[:most], [*shown, *label_columns(by)]).text()
     if rest := table[most:]:
-        rest_ns = sum(number(row, "total_ns") or 0 for row in rest) / num_steps(ranks)
+        rest_ns = sum(known(row, "total_ns") for row in rest) / num_steps(ranks)
         together = f"{MS.show(rest_ns)} ms together"
         lines.append(f"and {len(rest)} more rows of {together}: --csv has all")
     return lines

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 from stepmark.model.kernel_groups import group_of
-from stepmark.tables.columns import MS, NO_HEADING, PERCENT, Row, given, number, text
+from stepmark.tables.columns import MS, NO_HEADING, PERCENT, Row, given, known, text
 from stepmark.tables.table import Table
 from stepmark.timeline.critical_path import (
     CATEGORIES,
@@ -130,7 +130,7 @@ _COLUMNS = (
 def _show_path(path: Path) -> Iterator[Row]:
     """Yield each category, the longest first, with its longest names."""
     names = list(_names(path))
-    for row in sorted(_categories(path), key=lambda each: -(number(each, "time_ns") or 0)):
+    for row in sorted(_categories(path), key=lambda each: -known(each, "time_ns")):
         category = text(row, "category")
         yield row | {"what": _TITLES.get(category, category)}
         own = [each for each in names if each["category"] == category]
@@ -140,7 +140,7 @@ def _show_path(path: Path) -> Iterator[Row]:
         if rest := own[_MOST_NAMES:]:
             yield {
                 "what": f"  {len(rest)} others",
-                "time_ns": sum(number(each, "time_ns") or 0 for each in rest),
+                "time_ns": sum(known(each, "time_ns") for each in rest),
             }
 
 
