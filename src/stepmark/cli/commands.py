@@ -16,7 +16,7 @@ from stepmark.ground.errors import ConfigError, StepmarkError, nearest, not_one_
 from stepmark.ground.options import Option
 
 Values = dict[str, Any]  # text, lists of text, and switches by the name of their field
-# What one command calls so has another name in others, and in frameworks.
+# The number of ranks, as our commands and frameworks name it.
 _NUM_RANKS = ("--gpus", "--nproc", "--world-size", "--ngpus", "--num-gpus")
 _HELP = {"--help": "help", "--help-all": "help_all"}
 

@@ -74,6 +74,7 @@ class Estimator:
         stages = stages_of(candidate)
         alone = without_data_ranks(candidate)
 
+        # Device and host ask for the same steps, whose jobs take longer to make than to find.
         @functools.cache
         def small(
             layers: tuple[Layer, ...], again: bool, count: int, *, is_alone: bool

@@ -75,7 +75,7 @@ _ATTENTION = Attention(
     head_dim_qk=128,
     head_dim_v=128,
 )
-# One after the other those at full load are warm.
+# Those at full load follow each other: each finds the device warm and needs no soak.
 _LOADS: tuple[tuple[Rate, tuple[Op, ...]], ...] = (
     (Rate.SUSTAINED, (_PRODUCT, _ATTENTION, Copy(num_bytes=GIB))),
     (Rate.HALF, (_PRODUCT, _ATTENTION, Copy(num_bytes=_IDLE_BYTES))),

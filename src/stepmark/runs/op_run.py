@@ -20,7 +20,8 @@ from stepmark.operators import styles
 from stepmark.operators.op_options import options_class
 from stepmark.store.view import console, show_rows, view
 
-_OWN = ("backend", "flops", "bytes_moved", "memory_bytes")  # fields of a function
+# Fields that a function states itself; functions are paired by the others.
+_OF_FUNCTION = ("backend", "flops", "bytes_moved", "memory_bytes")
 
 
 def show(path: Path, values: Mapping[str, Any], code: int) -> int:
@@ -62,7 +63,8 @@ def _unnamed(series: Series) -> Series:
 
     Functions that do other work with equal arguments are compared, too.
     """
-    return replace(series, fields={k: v for k, v in series.fields.items() if k not in _OWN})
+    own = {name: v for name, v in series.fields.items() if name not in _OF_FUNCTION}
+    return replace(series, fields=own)
 
 
 def clock_notes(records: Sequence[Record]) -> Iterator[str]:
@@ -78,6 +80,16 @@ def clock_notes(records: Sequence[Record]) -> Iterator[str]:
             )
 
 
+def work_notes(records: Sequence[Record]) -> Iterator[str]:
+    """Yield where functions state other work with equal arguments."""
+    by_case = group_by(
+        _of_functions(records), lambda r: (r.operator.op.shape_text, r.operator.dtype)
+    )
+    for (shape, _), own in by_case.items():
+        if len({(r.operator.op.flops, r.operator.op.bytes_moved) for r in own}) > 1:
+            yield f"{shape}: functions state different FLOPs or bytes: ratios are of time alone"
+
+
 def _compare_functions(records: Sequence[Record]) -> None:
     """Print the speed of each function over the first one's, with equal arguments."""
     sides = functions(records)
@@ -88,6 +100,7 @@ def _compare_functions(records: Sequence[Record]) -> None:
         printed(compare(sides, Options()), console())
         if any(len(series.launches) > 1 for side in sides for series in side.series):
             sys.stdout.write("times are geometric means of launches, those above medians\n")
-        sys.stdout.writelines(f"{note}\n" for note in clock_notes(records))
+        notes = dict.fromkeys([*clock_notes(records), *work_notes(records)])
+        sys.stdout.writelines(f"{note}\n" for note in notes)
     except ConfigError as error:
         sys.stdout.write(f"no ratio of {' and '.join(side.name for side in sides)}: {error}\n")

@@ -243,7 +243,7 @@ class PyTorch:
         return self.param_dtype or DType.FP32
 
     def resharding(self, pp: int) -> str:
-        """Return reshard_after_forward, which a pipeline leaves out if nothing is said."""
+        """Return reshard_after_forward, which a pipeline leaves out by default."""
         return self.reshard_after_forward or ("yes" if pp == 1 else "no")
 
     @property
